@@ -1,0 +1,12 @@
+"""One decoder in Flax Linen for Llama, Mistral, Qwen2 and Qwen3, behind plain functions.
+
+Flax stays inside this folder: parameters outside are nested dicts of arrays.
+"""
+
+from __future__ import annotations
+
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.rope import RopeConfig
+from jaxrl.models.weights import Weight, weight_table
+
+__all__ = ["ModelConfig", "RopeConfig", "Weight", "weight_table"]
