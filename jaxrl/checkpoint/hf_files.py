@@ -1,4 +1,4 @@
-"""Writing model folders: safetensors one tensor at a time, and folders that appear whole or not at all.
+"""Writing model folders: one tensor at a time, and folders that appear whole or not at all.
 
 The safetensors format is an 8-byte little-endian header length, a JSON header that gives each
 tensor's dtype, shape and byte range, and the raw bytes. Writing it directly lets an export hold
@@ -59,7 +59,7 @@ def write_safetensors(path: Path, tensors: Sequence[TensorSource], dtype: str) -
         dtype: "float32" or "bfloat16"; every tensor is cast to it.
 
     Raises:
-        ConversionError: For another dtype, or when a tensor comes out in another shape than it said.
+        ConversionError: For another dtype, or a tensor that comes out in another shape than said.
     """
     numpy_dtype, header_dtype = _dtype(dtype)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

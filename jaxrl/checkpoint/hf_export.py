@@ -1,0 +1,144 @@
+"""Hugging Face folders out: what `AutoModelForCausalLM.from_pretrained` and servers load.
+
+Tensors are fetched from the devices, turned into Hugging Face's layout and written one at a time.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl.checkpoint.hf import load_hf_config
+from jaxrl.checkpoint.hf_files import TensorSource, whole_folder, write_json, write_weights
+from jaxrl.errors import ConversionError
+from jaxrl.models import ModelConfig, Weight, weight_table
+
+# Everything a server needs beside config and weights, where the source folder has it.
+_COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+    "LICENSE",
+    "NOTICE",
+)
+_TRAIN_ONLY = ("value_head",)
+
+
+def export_hf(
+    out: str | Path,
+    params: Mapping[str, Any],
+    config: ModelConfig,
+    *,
+    source: str | Path | None = None,
+    dtype: str = "float32",
+    max_shard_bytes: int = 5_000_000_000,
+) -> Path:
+    """Writes a policy as a Hugging Face folder, whole or not at all.
+
+    Args:
+        out: The folder to write. An older model folder there is replaced at the very end.
+        params: The decoder's parameters, numpy or jax arrays, as `load_params` returns them. A
+            `value_head` among them is left out; anything else that has no place is refused.
+        config: What the parameters are.
+        source: A Hugging Face folder of the same model, whose config (with the dtype changed),
+            generation config, tokenizer files and chat template are taken over. Without it there is
+            only a config made from `config`.
+        dtype: "float32" or "bfloat16".
+        max_shard_bytes: Weights beyond that many bytes are split into shards with an index.
+
+    Returns:
+        `out`, as a path.
+
+    Raises:
+        ConversionError: Listing parameters that are missing, unexpected or of the wrong shape; or
+            because `source` is another model, or `out` is something else than a model folder.
+    """
+    tensors = _tensor_sources(params, weight_table(config))
+    hf_config = _hf_config(config, source, dtype)
+    with whole_folder(out) as folder:
+        write_json(folder / "config.json", hf_config)
+        if source is not None:
+            _copy_files(Path(source), folder)
+        if not (folder / "generation_config.json").exists():
+            ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+            found = {name: hf_config[name] for name in ids if hf_config.get(name) is not None}
+            write_json(folder / "generation_config.json", found)
+        write_weights(folder, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    return Path(out)
+
+
+def _hf_config(config: ModelConfig, source: str | Path | None, dtype: str) -> dict[str, Any]:
+    written = config.to_hf()
+    if source is not None:
+        written = load_hf_config(source)
+        described = ModelConfig.from_hf(written)
+        if described != config:
+            raise ConversionError(
+                f"source={source} describes another model than the parameters': {described}, "
+                f"expected {config}"
+            )
+        written["architectures"] = config.to_hf()["architectures"]
+    written.pop("torch_dtype", None)  # the older name of the same entry
+    written["dtype"] = dtype
+    return written
+
+
+def _copy_files(source: Path, folder: Path) -> None:
+    for name in _COPIED:
+        path = source / name
+        if path.is_dir():
+            shutil.copytree(path, folder / name)
+        elif path.is_file():
+            shutil.copyfile(path, folder / name)
+
+
+def _tensor_sources(params: Mapping[str, Any], table: tuple[Weight, ...]) -> list[TensorSource]:
+    """All tensors in Hugging Face's names, or one error with everything that does not fit."""
+    leaves = {path: leaf for path, leaf in _leaves(params) if path[0] not in _TRAIN_ONLY}
+    by_path = {weight.path: weight for weight in table}
+    faults = [f"missing: {'.'.join(path)}" for path in by_path if path not in leaves]
+    for path, leaf in leaves.items():
+        shape = tuple(np.shape(leaf))
+        if path not in by_path:
+            faults.append(f"unexpected: {'.'.join(path)} {list(shape)}")
+        elif shape != by_path[path].full_shape:
+            expected = list(by_path[path].full_shape)
+            faults.append(f"wrong shape: {'.'.join(path)} {list(shape)}, expected {expected}")
+    if faults:
+        listed = "\n  ".join(faults)
+        raise ConversionError(f"the parameters do not fit the config:\n  {listed}")
+    tensors = []
+    for weight in table:
+        for layer, name in enumerate(weight.hf_names()):
+            make = partial(_hf_tensor, weight, leaves[weight.path], layer)
+            tensors.append(TensorSource(name, weight.hf_shape, make))
+    return sorted(tensors, key=lambda tensor: tensor.name)
+
+
+def _hf_tensor(weight: Weight, leaf: Any, layer: int) -> np.ndarray:
+    # Sliced before it leaves the device: a stacked leaf can be a large part of the model.
+    return weight.to_hf(np.asarray(jax.device_get(leaf[layer] if weight.stacked else leaf)))
+
+
+def _leaves(
+    tree: Mapping[str, Any], prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*prefix, name))
+        else:
+            yield (*prefix, name), value
