@@ -1,0 +1,89 @@
+"""Mesh, and where each array lies on it.
+
+One rule a logical axis: heads, feed-forward and vocabulary over `tensor`, the embedding axis over
+`fsdp`; rows of a batch over `data` x `fsdp`. Parameters are whole along `data`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.config import MeshConfig
+from jaxrl.errors import ConfigError
+
+__all__ = ["BATCH_AXES", "batch_sharding", "make_mesh", "param_sharding", "replicated", "row_multiple"]
+
+BATCH_AXES = ("data", "fsdp")
+RULES: Mapping[str | None, str | None] = {
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "head_dim": None,
+    "layers": None,
+    None: None,
+}
+"""Logical axis of a parameter to mesh axis."""
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Devices as [data, fsdp, tensor].
+
+    Raises:
+        ConfigError: When the sizes do not multiply to the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
+    fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+    given = ", ".join(f"mesh.{name}={size}" for name, size in sizes.items())
+    if list(sizes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+        raise ConfigError(f"{given}: sizes are at least 1, and at most one of them may be -1")
+    if -1 in sizes.values() and len(devices) % fixed == 0:
+        sizes = {k: len(devices) // fixed if v == -1 else v for k, v in sizes.items()}
+    if int(np.prod(list(sizes.values()))) != len(devices):
+        raise ConfigError(
+            f"{given} does not cover {len(devices)} device(s); the product must be {len(devices)}"
+        )
+    return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def row_multiple(mesh: Mesh) -> int:
+    """Rows of a micro-batch must be a multiple of this."""
+    return int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The whole array on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh, leading: int = 2) -> NamedSharding:
+    """Rows over data x fsdp, after `leading` whole axes ([updates, micros] of a packed batch)."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * leading, BATCH_AXES))
+
+
+def param_sharding(
+    mesh: Mesh, name: str, shape: Sequence[int], axes: Sequence[str | None]
+) -> NamedSharding:
+    """Where a parameter lies, from its logical axes.
+
+    Raises:
+        ConfigError: When an axis does not divide, naming the parameter, the mesh axis and sizes.
+    """
+    spec: list[Any] = []
+    for size, axis in zip(shape, axes, strict=True):
+        target = RULES[axis]
+        if target is not None and size % mesh.shape[target]:
+            fitting = [n for n in range(1, mesh.devices.size + 1) if size % n == 0]
+            raise ConfigError(
+                f"mesh.{target}={mesh.shape[target]} does not divide axis '{axis}' of {name} "
+                f"({size}); sizes that do: {fitting}"
+            )
+        spec.append(target)
+    return NamedSharding(mesh, PartitionSpec(*spec))

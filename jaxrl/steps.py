@@ -1,0 +1,240 @@
+"""The pure steps before the first optimizer step: score and advantage.  `update` has the third.
+
+Each ``make_*_step`` returns a function of arrays to be jitted by the caller. The model comes in as a
+`Forward`, so a decoder written elsewhere can be trained. Micro-batches are walked by a loop whose
+length is the number of non-empty ones: the empty tail of a plan costs nothing, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxrl.advantages import gae, group_advantages
+from jaxrl.config import AlgorithmConfig
+from jaxrl.logprobs import token_logprobs_and_entropy
+from jaxrl.losses import explained_variance, kl_estimate
+from jaxrl.reduce import masked_mean, whiten
+from jaxrl.rewards import token_rewards
+from jaxrl.types import Anchors, PackedBatch, TrainBatch
+
+__all__ = [
+    "Forward",
+    "make_advantage_step",
+    "make_score_step",
+    "policy_outputs",
+    "predicting_hidden",
+    "busy_micros",
+    "take_micro",
+]
+
+Metrics = dict[str, jax.Array]
+Params = Any
+
+
+class HiddenApply(Protocol):
+    """The decoder up to its final norm."""
+
+    def __call__(
+        self, params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array
+    ) -> jax.Array:
+        """Hidden states [rows, row_len, D] for tokens, positions and segments [rows, row_len]."""
+        ...
+
+
+class Forward(NamedTuple):
+    """What the steps need of a model."""
+
+    hidden: HiddenApply
+    head: Callable[[Params], jax.Array]
+    """Policy parameters to the output matrix [D, V]."""
+    values: Callable[[Params, jax.Array, PackedBatch], jax.Array] | None
+    """(value_params, policy hidden [rows, row_len, D], packed rows) to values [rows, K], float32.
+
+    None: no critic; values are zero and value_params an empty tree.
+    """
+
+
+def predicting_hidden(hidden: jax.Array, packed: PackedBatch) -> jax.Array:
+    """Hidden states that predict the policy tokens: [rows, row_len, D] to [rows, K, D].
+
+    The token at position p is predicted from position p - 1 of the same row. This is the only place
+    that shifts. Entries without a policy token read position 0 and are masked by every user.
+    """
+    before = jnp.maximum(packed.policy_index - 1, 0)
+    return jnp.take_along_axis(hidden, before[..., None], axis=-2)
+
+
+def policy_outputs(
+    forward: Forward,
+    policy_params: Params,
+    value_params: Params,
+    packed: PackedBatch,
+    *,
+    chunk_size: int | None,
+    temperature: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probabilities, entropies and values [rows, K] of one micro-batch.
+
+    Anchors and training both come through here, which is what makes the first ratio exactly 1.
+    """
+    hidden = forward.hidden(policy_params, packed.tokens, packed.positions, packed.segment_ids)
+    logprobs, entropies = token_logprobs_and_entropy(
+        predicting_hidden(hidden, packed),
+        forward.head(policy_params),
+        packed.policy_targets,
+        chunk_size=chunk_size,
+        temperature=temperature,
+        mask=packed.policy_valid,
+    )
+    if forward.values is None:
+        values = jnp.zeros_like(logprobs)
+    else:
+        values = forward.values(value_params, hidden, packed)
+    return logprobs, entropies, jnp.where(packed.policy_valid, values, 0.0)
+
+
+def busy_micros(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The micro-batches that hold a policy token: their indices, first, and how many there are.
+
+    valid [micros, rows, K]. Loops of that length never compute the empty ones.
+    """
+    busy = jnp.any(valid, axis=tuple(range(1, valid.ndim)))
+    return jnp.argsort(~busy, stable=True), jnp.sum(busy)
+
+
+def take_micro(tree: Any, index: jax.Array) -> Any:
+    """Slice `index` of the leading axis of every leaf."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def make_score_step(
+    forward: Forward, *, chunk_size: int | None, temperature: float, with_reference: bool
+) -> Callable[..., Anchors]:
+    """Build ``score_step(policy_params, value_params, ref_params, packed) -> Anchors``.
+
+    Fills old log-probabilities, old values, reference log-probabilities and entropies over the very
+    micro-batches the update will train on. Without a reference, pass None: the reference
+    log-probabilities then equal the old ones and every KL is 0.
+    """
+
+    def score_step(
+        policy_params: Params, value_params: Params, ref_params: Params, packed: PackedBatch
+    ) -> Anchors:
+        lead = packed.policy_valid.shape[:2]
+        flat = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), packed)
+        options: dict[str, Any] = {"chunk_size": chunk_size, "temperature": temperature}
+
+        def one(micro: PackedBatch) -> Anchors:
+            logprobs, entropies, values = policy_outputs(
+                forward, policy_params, value_params, micro, **options
+            )
+            ref = logprobs
+            if with_reference:
+                no_critic = forward._replace(values=None)
+                ref, _, _ = policy_outputs(no_critic, ref_params, {}, micro, **options)
+            return Anchors(
+                old_logprobs=logprobs, old_values=values, ref_logprobs=ref, entropies=entropies
+            )
+
+        order, count = busy_micros(flat.policy_valid)
+
+        def body(i: jax.Array, out: Anchors) -> Anchors:
+            new = one(take_micro(flat, order[i]))
+            return jax.tree.map(
+                lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, order[i], 0), out, new
+            )
+
+        anchors = lax.fori_loop(0, count, body, _zero_anchors(flat.policy_valid))
+        return jax.tree.map(lambda x: jnp.reshape(x, (*lead, *x.shape[1:])), anchors)
+
+    return score_step
+
+
+def _zero_anchors(valid: jax.Array) -> Anchors:
+    zero = jnp.zeros(valid.shape, jnp.float32)
+    return Anchors(old_logprobs=zero, old_values=zero, ref_logprobs=zero, entropies=zero)
+
+
+def make_advantage_step(
+    algorithm: AlgorithmConfig, *, num_groups: int
+) -> Callable[..., tuple[TrainBatch, Metrics]]:
+    """Build ``advantage_step(packed, anchors, scores, groups, kl_coef) -> (TrainBatch, metrics)``.
+
+    Runs once every micro-batch's anchors are back in place, over all policy tokens of the iteration.
+    The score of a trajectory sits on its last policy token, the KL penalty on every one; then GAE
+    within each trajectory and whitening over the whole batch (gae), or the group-relative total
+    (grpo). scores, groups: [trajectories]; entries no slot refers to are ignored.
+    """
+
+    def advantage_step(
+        packed: PackedBatch,
+        anchors: Anchors,
+        scores: jax.Array,
+        groups: jax.Array,
+        kl_coef: jax.Array,
+    ) -> tuple[TrainBatch, Metrics]:
+        valid, segments = packed.policy_valid, packed.policy_segments
+        kl = kl_estimate(
+            anchors.old_logprobs, anchors.ref_logprobs, kind=algorithm.kl_kind, mask=valid
+        )
+        in_reward = algorithm.kl_in == "reward"
+        rewards = token_rewards(
+            scores[packed.trajectory],
+            valid,
+            kl=kl if in_reward else None,
+            kl_coef=kl_coef if in_reward else 0.0,
+            segment_ids=segments,
+        )
+        if algorithm.advantage_mode == "gae":
+            advantages, returns = gae(
+                rewards,
+                anchors.old_values,
+                valid,
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                segment_ids=segments,
+            )
+            if algorithm.whiten_advantages:
+                advantages = whiten(advantages, valid)
+        else:
+            totals = jnp.zeros_like(scores).at[packed.trajectory].add(rewards)
+            present = jnp.zeros(scores.shape, bool).at[packed.trajectory].max(valid)
+            relative = group_advantages(
+                totals, groups, num_groups, scale=algorithm.group_scale, mask=present
+            )
+            advantages = jnp.where(valid, relative[packed.trajectory], 0.0)
+            returns = jnp.zeros_like(advantages)
+        batch = TrainBatch(
+            packed=packed,
+            old_logprobs=anchors.old_logprobs,
+            old_values=anchors.old_values,
+            ref_logprobs=anchors.ref_logprobs,
+            advantages=lax.stop_gradient(advantages),
+            returns=lax.stop_gradient(returns),
+        )
+        return batch, _batch_metrics(batch, anchors.entropies)
+
+    return advantage_step
+
+
+def _batch_metrics(batch: TrainBatch, entropies: jax.Array) -> Metrics:
+    """Figures of the whole rollout batch, over policy tokens only."""
+    valid = batch.packed.policy_valid
+    drift = jnp.where(valid, batch.old_logprobs - batch.packed.behaviour_logprobs, 0.0)
+    kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, kind="k1", mask=valid)
+    return {
+        "policy/entropy": masked_mean(entropies, valid),
+        "kl/reference": masked_mean(kl, valid),
+        "kl/reference_sum": jnp.sum(kl),
+        "value/mean": masked_mean(batch.old_values, valid),
+        "value/return_mean": masked_mean(batch.returns, valid),
+        "value/explained_variance": explained_variance(batch.old_values, batch.returns, valid),
+        "rollout/logprob_diff_mean": masked_mean(jnp.abs(drift), valid),
+        "rollout/logprob_diff_max": jnp.max(jnp.abs(drift), initial=0.0),
+        "policy/tokens": jnp.sum(valid).astype(jnp.float32),
+    }

@@ -1,0 +1,45 @@
+"""SIGTERM and Ctrl-C: asked once, the run saves its last finished iteration and ends; twice, it ends now."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+__all__ = ["StopRequested", "StopSignal"]
+
+
+class StopRequested(Exception):
+    """Raised between two phases after a signal; the unfinished iteration is dropped."""
+
+
+class StopSignal:
+    """Context manager that turns SIGTERM and SIGINT into a flag the loop polls."""
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = signal.Signals(number).name
+
+    def check(self) -> None:
+        """Raise StopRequested if a signal has come."""
+        if self.requested:
+            raise StopRequested(self.requested)
