@@ -6,7 +6,18 @@ Flax stays inside this folder: parameters outside are nested dicts of arrays.
 from __future__ import annotations
 
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.model import Cache, Model
 from jaxrl.models.rope import RopeConfig
+from jaxrl.models.value_head import value_head_apply, value_head_init
 from jaxrl.models.weights import Weight, weight_table
 
-__all__ = ["ModelConfig", "RopeConfig", "Weight", "weight_table"]
+__all__ = [
+    "Cache",
+    "Model",
+    "ModelConfig",
+    "RopeConfig",
+    "Weight",
+    "value_head_apply",
+    "value_head_init",
+    "weight_table",
+]

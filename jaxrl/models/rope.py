@@ -200,7 +200,8 @@ def rope_tables(
     rope: RopeConfig, head_dim: int, positions: Int[Array, "batch time"]
 ) -> tuple[Float[Array, "batch time half"], Float[Array, "batch time half"]]:
     """Cosines and sines of the angles, float32, already times the attention factor."""
-    angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
+    frequencies = inverse_frequencies(rope, head_dim)[None, None, :]
+    angles = positions[..., None].astype(jnp.float32) * frequencies
     factor = attention_factor(rope)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 

@@ -1,0 +1,143 @@
+"""`Model`: the decoder as plain functions of nested dicts. What the rest of the house sees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxrl.errors import ConfigError
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import REMAT, Decoder
+from jaxrl.models.weights import Weight, weight_table
+from jaxrl.types import pytree
+
+DTYPES = ("float32", "bfloat16")
+Params = Mapping[str, Any]
+
+
+@pytree
+class Cache:
+    """Keys and values of the tokens so far, all layers together; `index` columns are in use."""
+
+    k: jax.Array
+    """[layers, batch, columns, kv_heads, head_dim], compute dtype; rotated already."""
+    v: jax.Array
+    """Like k."""
+    positions: jax.Array
+    """int32 [batch, columns]: position of each column's token; -1: empty or padding, never seen."""
+    index: jax.Array
+    """int32 scalar: the next column, the same for all rows."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One decoder: static settings here, parameters in a plain dict that is always an argument.
+
+    Parameters: {"embed", "layers" (leading layer axis), "norm", and "head" unless tied}, float32.
+    `weight_table(config)` lists them. Tokens, positions and segment ids are int32 [batch, time].
+    """
+
+    config: ModelConfig
+    dtype: str = "float32"
+    """Compute dtype, "float32" or "bfloat16"."""
+    remat: str = "full"
+    """What a layer keeps for the backward pass: "none" (everything), "dots", "full" (its input)."""
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown dtype or policy."""
+        for name, allowed in (("dtype", DTYPES), ("remat", REMAT)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
+
+    def init(self, key: jax.Array) -> dict[str, Any]:
+        """Random float32 parameters: normal(0, initializer_range), norms 1, biases 0."""
+        params: dict[str, Any] = {}
+        table = weight_table(self.config)
+        for weight, weight_key in zip(table, jax.random.split(key, len(table)), strict=True):
+            node = params
+            for name in weight.path[:-1]:
+                node = node.setdefault(name, {})
+            node[weight.path[-1]] = self._start(weight, weight_key)
+        return params
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Int[Array, "batch time"],
+        positions: Int[Array, "batch time"],
+        segment_ids: Int[Array, "batch time"],
+    ) -> Float[Array, "batch time embed"]:
+        """Hidden states after the final norm, in the compute dtype.
+
+        A token sees the tokens before it (and itself) with its own segment id, within the sliding
+        window where the layer has one. Segment 0 is padding: it sees padding only, so that it
+        stays finite, and nothing else sees it.
+        """
+        time = jnp.arange(tokens.shape[1])
+        causal = time[None, :, None] >= time[None, None, :]
+        mask = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        hidden, _ = self._decoder(self.remat).apply(
+            _trunk(params), tokens, positions, mask, positions
+        )
+        return hidden
+
+    def head(self, params: Params) -> Float[Array, "embed vocab"]:
+        """The output projection; the embedding transposed where they are tied."""
+        if self.config.tie_word_embeddings:
+            return params["embed"]["weight"].T
+        return params["head"]["kernel"]
+
+    def init_cache(self, batch: int, length: int) -> Cache:
+        """An empty cache of `length` columns, in the compute dtype."""
+        config = self.config
+        heads, size = config.num_key_value_heads, config.head_dim
+        shape = (config.num_hidden_layers, batch, length, heads, size)
+        return Cache(
+            k=jnp.zeros(shape, self.dtype),
+            v=jnp.zeros(shape, self.dtype),
+            positions=jnp.full((batch, length), -1, jnp.int32),
+            index=jnp.zeros((), jnp.int32),
+        )
+
+    def extend(
+        self,
+        params: Params,
+        tokens: Int[Array, "batch query"],
+        positions: Int[Array, "batch query"],
+        cache: Cache,
+    ) -> tuple[Float[Array, "batch query embed"], Cache]:
+        """Hidden states of the next tokens of every row, and the cache with them in it.
+
+        Prefill and decoding alike. The tokens go to columns index .. index + query - 1 of all
+        rows, so shorter prompts are padded on the left, with position -1. A token at position p
+        sees cached tokens at positions 0 .. p, within the window. What comes back at padding is
+        finite and means nothing. The caller keeps index + query within the cache's length.
+        """
+        start = (0, cache.index)
+        seen = lax.dynamic_update_slice(cache.positions, positions.astype(jnp.int32), start)
+        keys, queries = seen[:, None, :], positions[:, :, None]
+        mask = (keys >= 0) & (keys <= queries)
+        hidden, (k, v) = self._decoder("none").apply(
+            _trunk(params), tokens, positions, mask, seen, (cache.k, cache.v), cache.index
+        )
+        return hidden, Cache(k=k, v=v, positions=seen, index=cache.index + tokens.shape[1])
+
+    def _decoder(self, remat: str) -> Decoder:
+        return Decoder(self.config, jnp.dtype(self.dtype), remat)
+
+    def _start(self, weight: Weight, key: jax.Array) -> jax.Array:
+        if weight.kind == "normal":
+            normal = jax.random.normal(key, weight.full_shape, jnp.float32)
+            return normal * self.config.initializer_range
+        return jnp.full(weight.full_shape, 1.0 if weight.kind == "ones" else 0.0, jnp.float32)
+
+
+def _trunk(params: Params) -> dict[str, Any]:
+    """What the decoder reads; a critic's trunk has no head, a policy's is applied elsewhere."""
+    return {"params": {name: params[name] for name in ("embed", "layers", "norm")}}
