@@ -1,13 +1,13 @@
 """Every setting of a run: frozen dataclasses, a reason and a unit for each.
 
 `config_io` turns YAML and ``key.sub=value`` into a `Config`; nothing else parses settings, and
-`config_checks` holds the rules that concern several settings at once. Numbers that follow from others
-are properties, never settings.
+`config_checks` holds ranges and the rules that concern several settings at once. Numbers that
+follow from others are properties, never settings.
 """
 
 # OmegaConf reads these annotations at run time: no `from __future__ import annotations` here.
 from dataclasses import dataclass, field
-from typing import Any, Literal, Optional
+from typing import Any, Literal
 
 __all__ = [
     "AlgorithmConfig",
@@ -36,12 +36,12 @@ class PolicyConfig:
 
     path: str = ""
     """Folder of a Hugging Face causal LM: config.json, safetensors, tokenizer. Required."""
-    make: Optional[str] = None
-    """`module:function` called as `fn(folder, seed)` to build that folder when it does not exist yet."""
+    make: str | None = None
+    """`module:function`, called as fn(folder, seed) to build that folder when it does not exist."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; master weights, optimizer state, logits and losses are float32 whatever it says."""
+    """Compute dtype; master weights, optimizer state, logits and losses are float32 anyway."""
     remat: Literal["none", "dots", "full"] = "full"
-    """What a layer recomputes in the backward pass: nothing, all but matrix products, everything."""
+    """What a layer recomputes in the backward pass: nothing, all but matrix products, all."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class CriticConfig:
 
     kind: Literal["head", "model"] = "head"
     """A float32 head on the policy's trunk, or a trunk of its own with that head."""
-    path: Optional[str] = None
+    path: str | None = None
     """For kind=model: folder the trunk starts from; null starts from the policy's weights."""
     trunk_gradient: bool = True
     """For kind=head: whether the value loss also moves the policy's trunk."""
@@ -64,15 +64,15 @@ class SourceConfig:
 
     kind: Literal["file", "reasoning_gym", "python"] = "file"
     """A file or dataset folder; a reasoning_gym generator; a Python function that yields rows."""
-    path: Optional[str] = None
+    path: str | None = None
     """For kind=file: JSONL, parquet, or a Hugging Face dataset folder."""
-    split: Optional[str] = None
+    split: str | None = None
     """For a dataset folder with several splits: which one."""
-    name: Optional[str] = None
+    name: str | None = None
     """For kind=reasoning_gym: the dataset's name; for kind=python: `module:function`."""
     params: dict[str, Any] = field(default_factory=dict)
     """Arguments of the generator or function."""
-    size: Optional[int] = None
+    size: int | None = None
     """Rows to use; null uses all (required for reasoning_gym)."""
     seed: int = 0
     """Seed of a reasoning_gym generator."""
@@ -84,20 +84,21 @@ class DataConfig:
 
     train: SourceConfig = field(default_factory=SourceConfig)
     """Prompts to train on."""
-    eval: Optional[SourceConfig] = None
+    eval: SourceConfig | None = None
     """Held-out prompts; null evaluates nothing."""
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     chat: bool = True
     """Whether a string prompt is put through the chat template as a user message."""
-    system: Optional[str] = None
+    system: str | None = None
     """System message put before a string prompt (chat only); null leaves it to the template."""
-    chat_template: Optional[str] = None
+    chat_template: str | None = None
     """Jinja template, or the path of a file holding one, that replaces the tokenizer's own."""
     max_prompt_tokens: int = 512
     """Longest prompt, in tokens."""
     overlong: Literal["drop", "error", "left", "right", "middle"] = "drop"
-    """A longer prompt is dropped and counted, stops the run, or is cut, keeping that end (middle keeps both)."""
+    """A longer prompt is dropped and counted, stops the run, or loses tokens at its left end
+    (the last max_prompt_tokens stay), at its right end, or in its middle."""
     shuffle: bool = True
     """A new order every epoch, drawn from the seed."""
 
@@ -107,7 +108,8 @@ class RewardFunctionConfig:
     """One reward function (an entry of `reward.functions`)."""
 
     fn: str = ""
-    """`module:function`, called as fn(prompts=, completions=, completion_ids=, **columns) -> one float each."""
+    """`module:function`, called as fn(prompts=, completions=, completion_ids=, **columns);
+    returns one float a completion."""
     weight: float = 1.0
     """Factor in the weighted sum."""
 
@@ -121,7 +123,7 @@ class RewardConfig:
     timeout_s: float = 60.0
     """Seconds a call in the worker process may take."""
     on_invalid: Literal["error", "drop"] = "error"
-    """None, NaN or inf for a completion stops the run, or takes it out of the update and counts it."""
+    """None, NaN or inf for a completion stops the run, or takes it out of the update, counted."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class RolloutConfig:
     """1 keeps all tokens."""
     min_p: float = 0.0
     """0 keeps all tokens."""
-    stop_token_ids: Optional[list[int]] = None
+    stop_token_ids: list[int] | None = None
     """Null takes the generation config's end-of-sequence ids."""
     batch_size: int = 64
     """Completions decoded at once."""
@@ -168,10 +170,10 @@ class AlgorithmConfig:
     """Ratio is clipped at 1 - clip_low (Schulman et al. 2017)."""
     clip_high: float = 0.2
     """Ratio is clipped at 1 + clip_high; DAPO takes .28."""
-    dual_clip: Optional[float] = None
-    """Bound, in units of |A|, of the loss for negative advantages (Ye et al. 2020 take 3); null: none."""
-    value_clip: Optional[float] = 0.2
-    """Values move at most this far from the old ones before their gradient stops; null: no clipping."""
+    dual_clip: float | None = None
+    """Bound of the loss where A < 0, in units of |A| (Ye et al. 2020 take 3); null: none."""
+    value_clip: float | None = 0.2
+    """How far values move from the old ones before their gradient stops; null: no clipping."""
     value_coef: float = 0.5
     """Weight of the value loss beside the policy loss."""
     entropy_coef: float = 0.0
@@ -179,15 +181,16 @@ class AlgorithmConfig:
     kl_in: Literal["off", "reward", "loss"] = "off"
     """Where the penalty for leaving the reference enters: never in two places."""
     kl_kind: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """Estimator of the penalty (Schulman 2020); k1 is unbiased in the reward; in the loss use k2."""
+    """Estimator of the penalty (Schulman 2020): k1 is unbiased in the reward; k2 is for the loss."""
     kl_coef: float = 0.05
     """Weight of the penalty, reward units a nat."""
-    kl_target: Optional[float] = None
-    """kl_in=reward: adapt kl_coef towards this KL a response, in nats (Ziegler et al. 2019); null: fixed."""
+    kl_target: float | None = None
+    """kl_in=reward: adapt kl_coef towards this KL a response, in nats (Ziegler et al. 2019); null
+    keeps it fixed."""
     kl_horizon: int = 10000
     """Responses over which the adaptive coefficient moves by its whole error."""
     importance: Literal["off", "token", "sequence"] = "off"
-    """Correct for sampling with other numerics or weights: old policy over behaviour policy, capped."""
+    """Correct for sampling with other numerics or weights: old over behaviour policy, capped."""
     importance_cap: float = 2.0
     """Largest importance weight."""
     aggregation: Literal[
@@ -206,7 +209,7 @@ class AlgorithmConfig:
 class LogprobConfig:
     """How log-probabilities are computed (section `logprob`)."""
 
-    chunk_size: Optional[int] = 1024
+    chunk_size: int | None = 1024
     """Positions a chunk along the sequence; null computes all at once. Same numbers either way."""
 
 
@@ -251,7 +254,7 @@ class PackingConfig:
     micro_batch_tokens: int = 4096
     """Tokens a micro-batch: rows times row length."""
     row_lengths: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048, 4096])
-    """Allowed row lengths; the smallest that holds the longest trajectory is taken (one compile each)."""
+    """Allowed row lengths, one compile each; the smallest that holds the longest trajectory is taken."""
 
 
 @dataclass(frozen=True)
@@ -271,8 +274,8 @@ class EvalConfig:
     """Held-out evaluation (section `eval`)."""
 
     every: int = 5
-    """Iterations between evaluations; the first and last state are always evaluated. 0: only those."""
-    max_new_tokens: Optional[int] = None
+    """Iterations between evaluations; the first and last state always are. 0: only those."""
+    max_new_tokens: int | None = None
     """Null takes rollout.max_new_tokens."""
     temperature: float = 0.0
     """0 is greedy."""
@@ -313,7 +316,8 @@ class Config:
     iterations: int = 100
     """Rollout-and-update rounds."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """Go on from the newest checkpoint in run_dir if there is one, refuse if there is one, or insist on one."""
+    """Go on from the checkpoint in run_dir if there is one (auto), refuse if there is one (never), or
+    insist on one (must)."""
     model: PolicyConfig = field(default_factory=PolicyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     data: DataConfig = field(default_factory=DataConfig)
