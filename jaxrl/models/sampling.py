@@ -1,0 +1,170 @@
+"""Drawing the next token from logits: filters, the draw itself, and its log-probability.
+
+The log-probability that is reported is that of the *whole* softmax under the sampling temperature. The
+filters decide what may be drawn; they do not renormalise what is reported. That is the definition the
+trainer uses for its old and new log-probabilities, so the ratio is 1 before the first update whatever
+was filtered. (Filtered sampling is still off-policy: the behaviour probability of a kept token is
+larger than reported.)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from jaxrl.types import Sampling
+
+__all__ = ["Draw", "Knobs", "draw", "filter_logits"]
+
+BLOCK = 256
+"""Tokens a block of the two-level draw; near the root of usual vocabularies, where it is cheapest."""
+
+
+class Knobs(NamedTuple):
+    """Sampling settings as a compiled sampler takes them.
+
+    A setting that is off is None: it is part of the tree's structure, so turning it on compiles a
+    program that has it, while changing its value does not compile at all.
+    """
+
+    temperature: jax.Array | None = None
+    """float32 scalar > 0; None is greedy."""
+    top_k: jax.Array | None = None
+    """int32 scalar >= 1."""
+    top_p: jax.Array | None = None
+    """float32 scalar in (0, 1)."""
+    min_p: jax.Array | None = None
+    """float32 scalar in (0, 1]."""
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> Knobs:
+        """The knobs of a request; greedy needs no filter, since each keeps the likeliest token."""
+        if sampling.temperature == 0:
+            return cls()
+        return cls(
+            temperature=jnp.float32(sampling.temperature),
+            top_k=jnp.int32(sampling.top_k) if sampling.top_k > 0 else None,
+            top_p=jnp.float32(sampling.top_p) if sampling.top_p < 1 else None,
+            min_p=jnp.float32(sampling.min_p) if sampling.min_p > 0 else None,
+        )
+
+
+class Draw(NamedTuple):
+    """One token a row, and its log-probability under the whole softmax."""
+
+    tokens: Int[Array, " batch"]
+    logprobs: Float[Array, " batch"]
+
+
+def filter_logits(
+    logits: Float[Array, "batch vocab"],
+    *,
+    top_k: jax.Array | int | None = None,
+    top_p: jax.Array | float | None = None,
+    min_p: jax.Array | float | None = None,
+) -> Float[Array, "batch vocab"]:
+    """Give −inf to the tokens that may not be drawn; the likeliest is always kept.
+
+    In this order, each on what the one before left, renormalised:
+    top_k keeps the k largest logits; top_p keeps token i where the mass of the tokens above it is
+    Σ_{z_j > z_i} p_j < top_p, the smallest set whose mass reaches top_p; min_p keeps
+    p_i ≥ min_p · max_j p_j. Tokens tied with the last one kept are kept too.
+
+    Args:
+        logits: float [batch, vocab], already divided by the temperature.
+        top_k: whole number of at least 1; None keeps all.
+        top_p: in (0, 1]; None keeps all.
+        min_p: in [0, 1]; None keeps all.
+
+    Returns:
+        [batch, vocab]: the logits, −inf where removed.
+
+    Source: top_k Fan et al. 2018, top_p Holtzman et al. 2020, min_p Nguyen et al. 2024.
+
+    >>> filter_logits(jnp.log(jnp.array([[0.5, 0.3, 0.2]])), top_k=1) > -jnp.inf
+    Array([[ True, False, False]], dtype=bool)
+    """
+    lowest = jnp.full_like(logits[:, :1], -jnp.inf)
+    if top_k is not None or top_p is not None:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        if top_k is not None:
+            column = jnp.clip(jnp.asarray(top_k) - 1, 0, logits.shape[-1] - 1)
+            lowest = jax.lax.dynamic_slice_in_dim(ordered, column, 1, axis=-1)
+        if top_p is not None:
+            p = jax.nn.softmax(jnp.where(ordered >= lowest, ordered, -jnp.inf), axis=-1)
+            inside = (jnp.cumsum(p, axis=-1) - p < top_p) & (ordered >= lowest)
+            lowest = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
+    if min_p is not None:
+        peak = jnp.max(logits, axis=-1, keepdims=True)
+        lowest = jnp.maximum(lowest, peak + jnp.log(min_p))
+    return jnp.where(logits >= lowest, logits, -jnp.inf)
+
+
+def draw(keys: Key[Array, " batch"], logits: Float[Array, "batch vocab"], knobs: Knobs) -> Draw:
+    """Draw one token a row.
+
+    z = logits / T;  token ~ softmax(filter(z));  logprob = z[token] − log Σ_j exp(z_j), in nats.
+    Greedy (no temperature) takes the first largest logit and reports its log-probability at T = 1.
+    Each row has its own key and reads nothing of the other rows, so what it draws does not depend on
+    its company. A row with a NaN or +inf logit reports NaN.
+
+    Args:
+        keys: one key a row.
+        logits: [batch, vocab]; float32 is computed in.
+        knobs: temperature and filters.
+
+    >>> int(draw(jax.random.split(jax.random.key(0), 1), jnp.array([[0.0, 9.0]]), Knobs()).tokens[0])
+    1
+    """
+    z = logits.astype(jnp.float32)
+    if knobs.temperature is not None:
+        z = z / knobs.temperature
+    peak = jnp.max(z, axis=-1, keepdims=True)
+    # Shifted once: the normaliser, the draw and the reported value then share their rounding.
+    z = z - peak
+    normaliser = jnp.log(jnp.sum(jnp.exp(z), axis=-1))
+    if knobs.temperature is None:
+        tokens = jnp.argmax(z, axis=-1).astype(jnp.int32)
+    else:
+        kept = z
+        if any(knob is not None for knob in knobs[1:]):
+            kept = filter_logits(z, top_k=knobs.top_k, top_p=knobs.top_p, min_p=knobs.min_p)
+        uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,), jnp.float32))(keys)
+        tokens = _invert(kept, uniform)
+    return Draw(tokens, jnp.take_along_axis(z, tokens[:, None], axis=-1)[:, 0] - normaliser)
+
+
+def _invert(
+    z: Float[Array, "batch vocab"], uniform: Float[Array, "batch 2"]
+) -> Int[Array, " batch"]:
+    """The token at which the cumulative distribution of softmax(z) passes a uniform number, max z = 0.
+
+    Two levels, first the block and then the token in it: two random numbers and one pass over the row,
+    where a Gumbel draw needs a random number and two logarithms for every token of the vocabulary.
+    """
+    rows, vocab = z.shape
+    blocks = -(-vocab // BLOCK)
+    z = jnp.pad(z, ((0, 0), (0, blocks * BLOCK - vocab)), constant_values=-jnp.inf)
+    z = z.reshape(rows, blocks, BLOCK)
+    block = _pick(jnp.sum(jnp.exp(z), axis=-1), uniform[:, :1])
+    inside = jnp.exp(jnp.take_along_axis(z, block[:, None, None], axis=1)[:, 0])
+    return block * BLOCK + _pick(inside, uniform[:, 1:])
+
+
+def _pick(
+    weights: Float[Array, "batch n"], uniform: Float[Array, "batch 1"]
+) -> Int[Array, " batch"]:
+    """An index a row, in proportion to `weights`; never one of weight 0.
+
+    The cumulative sums rise only where a weight is positive, and both counts stop at such a place.
+    """
+    ends = jnp.cumsum(weights, axis=-1)
+    total = ends[:, -1:]
+    # The second count holds when rounding brings uniform * total up to the total itself.
+    index = jnp.minimum(
+        jnp.sum(ends <= uniform * total, axis=-1), jnp.sum(ends < total, axis=-1)
+    )
+    return index.astype(jnp.int32)

@@ -1,0 +1,116 @@
+"""What an engine is: prompts in, trajectories out, weights replaced in between.
+
+The checks and the seeds are here because every engine owes them: an id outside the vocabulary is
+silent garbage in one engine and a crash in another, and a completion must not depend on what else was
+asked for in the same call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.errors import RolloutError
+from jaxrl.types import Prompt, Sampling, Trajectory
+
+__all__ = ["RolloutEngine", "check_request", "request_keys"]
+
+
+class RolloutEngine(Protocol):
+    """Samples completions with the weights that were published last."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, seed: int
+    ) -> list[Trajectory]:
+        """Finish `samples` completions of each prompt, prompt-major: all of the first prompt first.
+
+        Returns:
+            `len(prompts) * samples` trajectories, each with the weight version that sampled it.
+
+        Raises:
+            RolloutError: the request cannot be met, naming the prompt's row where one is at fault.
+        """
+        ...
+
+    def publish(self, policy_params: Any, version: int) -> None:
+        """Sample with these weights from now on; trajectories carry `version`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of weights, connections and processes."""
+        ...
+
+
+def request_keys(seed: int, rows: Sequence[int], samples: Sequence[int]) -> jax.Array:
+    """One random key a completion, from (seed, prompt row, sample) and nothing else.
+
+    Args:
+        seed: any whole number; the trainer gives one an iteration.
+        rows: [requests] `Prompt.row` of each completion.
+        samples: [requests] which of the prompt's samples each is.
+
+    Returns:
+        Typed keys [requests]. An engine that takes integer seeds reads `jax.random.key_data`.
+    """
+    # A key takes 32 bits; the upper ones are folded in so that no two seeds coincide silently.
+    root = jax.random.key(seed & 0xFFFFFFFF, impl="threefry2x32")
+    root = jax.random.fold_in(root, (seed >> 32) & 0xFFFFFFFF)
+    row_array, sample_array = (
+        jnp.asarray(np.asarray(x, np.int64).astype(np.uint32)) for x in (rows, samples)
+    )
+    return jax.vmap(lambda row, sample: jax.random.fold_in(jax.random.fold_in(root, row), sample))(
+        row_array, sample_array
+    )
+
+
+def check_request(
+    prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, vocab_size: int
+) -> None:
+    """Refuse a request that no engine could answer truthfully.
+
+    Raises:
+        RolloutError: an empty prompt or an id outside the vocabulary (naming the row), or a sampling
+            setting outside its range.
+    """
+    if samples < 1:
+        raise RolloutError(f"samples={samples!r} must be at least 1")
+    _check_sampling(sampling)
+    outside = [token for token in sampling.stop_token_ids if not 0 <= token < vocab_size]
+    if outside:
+        raise RolloutError(
+            f"stop_token_ids={sampling.stop_token_ids}: {outside} are outside the vocabulary of"
+            f" {vocab_size}; give ids in [0, {vocab_size})"
+        )
+    for prompt in prompts:
+        if not prompt.ids:
+            raise RolloutError(
+                f"prompt row {prompt.row} is empty; a completion needs at least one token to follow"
+            )
+        low, high = min(prompt.ids), max(prompt.ids)
+        if low < 0 or high >= vocab_size:
+            raise RolloutError(
+                f"prompt row {prompt.row} holds token id {low if low < 0 else high}, outside the"
+                f" model's vocabulary of {vocab_size}; use the model's own tokenizer"
+            )
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    rules = (
+        ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),
+        (
+            "temperature",
+            math.isfinite(sampling.temperature) and sampling.temperature >= 0,
+            "a finite number of at least 0 (0 is greedy)",
+        ),
+        ("top_k", sampling.top_k >= 0, "at least 0 (0 keeps all)"),
+        ("top_p", 0 < sampling.top_p <= 1, "in (0, 1] (1 keeps all)"),
+        ("min_p", 0 <= sampling.min_p <= 1, "in [0, 1] (0 keeps all)"),
+    )
+    for name, holds, allowed in rules:
+        if not holds:
+            raise RolloutError(f"{name}={getattr(sampling, name)!r} must be {allowed}")

@@ -1,0 +1,231 @@
+"""The trainer's own sampler: completions from the policy's weights, on the trainer's devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.errors import RolloutError
+from jaxrl.models import Model
+from jaxrl.models.sampling import Knobs
+from jaxrl.rollout.batches import Batch, plan_batches
+from jaxrl.rollout.engine import check_request, request_keys
+from jaxrl.rollout.sampler import Request, Response, sample_batch
+from jaxrl.types import Prompt, Sampling, Trajectory
+
+__all__ = ["RolloutStats", "TrainsideEngine"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutStats:
+    """What one `generate` computed, to be set against the tokens it returned."""
+
+    batches: int = 0
+    steps: int = 0
+    """Decoding steps, all batches together; ends early where all rows of a batch have stopped."""
+    prompt_tokens: int = 0
+    """Tokens prefilled, padding not counted: each prompt once, not once a sample."""
+    response_tokens: int = 0
+    """Tokens returned."""
+    computed_tokens: int = 0
+    """Tokens prefilled or drawn, padding, dummy rows and finished rows included."""
+
+
+class TrainsideEngine:
+    """A `RolloutEngine` in this process. Weights are used as published: no second float32 copy.
+
+    A completion follows from weights, prompt ids, sampling settings, and (seed, prompt row, sample):
+    not from what else is in the request, the batch size, or the process.
+    """
+
+    def __init__(
+        self, model: Model, params: Any = None, *, batch_size: int, pad_token_id: int = 0
+    ) -> None:
+        """Make an engine.
+
+        Args:
+            model: the decoder.
+            params: weights of version 0; None: `publish` comes first.
+            batch_size: most completions decoded at once.
+            pad_token_id: fills the left of short prompts; may be an id that prompts contain.
+        """
+        vocab = model.config.vocab_size
+        if batch_size < 1:
+            raise RolloutError(f"rollout.batch_size={batch_size!r} must be at least 1")
+        if not 0 <= pad_token_id < vocab:
+            raise RolloutError(
+                f"pad_token_id={pad_token_id} is outside the vocabulary of {vocab}; give an id in"
+                f" [0, {vocab}), any will do"
+            )
+        self._model = model
+        self._batch_size = batch_size
+        self._pad = pad_token_id
+        self._expected = jax.eval_shape(model.init, jax.random.key(0))
+        self._weights: tuple[Any, int] | None = None
+        self._programs: dict[Hashable, jax.stages.Compiled] = {}
+        self.stats = RolloutStats()
+        """Of the last `generate`."""
+        if params is not None:
+            self.publish(params, 0)
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far: one for each shape and set of filters."""
+        return len(self._programs)
+
+    def publish(self, policy_params: Any, version: int) -> None:
+        """Sample with these weights from now on, by reference: donate them only before the next call.
+
+        Raises:
+            RolloutError: a tensor is missing, unknown, or of the wrong shape; all are listed.
+        """
+        faults = _tree_faults(self._expected, policy_params)
+        if faults:
+            raise RolloutError(
+                f"weights of version {version} do not fit the model: {'; '.join(faults)}; publish"
+                " the policy's parameters as the model's `init` lays them out"
+            )
+        self._weights = (jax.tree.map(jnp.asarray, policy_params), version)
+
+    def close(self) -> None:
+        """Let go of weights and programs."""
+        self._weights = None
+        self._programs.clear()
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, seed: int
+    ) -> list[Trajectory]:
+        """Finish `samples` completions of each prompt, prompt-major; see `RolloutEngine`."""
+        vocab = self._model.config.vocab_size
+        check_request(prompts, samples=samples, sampling=sampling, vocab_size=vocab)
+        params, version = self._current_weights()
+        found: list[Trajectory | None] = [None] * (len(prompts) * samples)
+        stats = RolloutStats()
+        for batch in plan_batches([len(p.ids) for p in prompts], samples, self._batch_size):
+            request = self._request(batch, prompts, sampling, seed)
+            program = self._program(params, request, batch.samples, sampling.max_new_tokens)
+            response = jax.device_get(program(params, request))
+            for place, trajectory in _read(batch, prompts, response, samples, version):
+                found[place] = trajectory
+            stats = _count(stats, batch, prompts, response)
+        self.stats = stats
+        finished = [trajectory for trajectory in found if trajectory is not None]
+        assert len(finished) == len(found), "every unit of the plan is read exactly once"
+        return finished
+
+    def _current_weights(self) -> tuple[Any, int]:
+        if self._weights is None:
+            raise RolloutError("no weights have been published; call publish(params, version)")
+        params, version = self._weights
+        if any(array.is_deleted() for array in jax.tree.leaves(params)):
+            raise RolloutError(
+                f"the weights of version {version} have been donated to another computation;"
+                " publish the new ones before asking for completions"
+            )
+        return params, version
+
+    def _request(
+        self, batch: Batch, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+    ) -> Request:
+        """Lay out a batch; a missing unit or sample is a dummy row that repeats the first prompt."""
+        tokens = np.full((batch.prompts, batch.columns), self._pad, np.int32)
+        lengths = np.zeros(batch.prompts, np.int32)
+        rows = np.zeros((batch.prompts, batch.samples), np.int64)
+        numbers = np.zeros((batch.prompts, batch.samples), np.int64)
+        live = np.zeros((batch.prompts, batch.samples), bool)
+        for i in range(batch.prompts):
+            unit = batch.units[i if i < len(batch.units) else 0]
+            prompt = prompts[unit.prompt]
+            lengths[i] = len(prompt.ids)
+            tokens[i, batch.columns - len(prompt.ids) :] = prompt.ids
+            rows[i] = prompt.row
+            numbers[i] = unit.first + np.arange(batch.samples)
+            live[i, : unit.count] = i < len(batch.units)
+        return Request(
+            tokens=jnp.asarray(tokens),
+            lengths=jnp.asarray(lengths),
+            keys=request_keys(seed, rows.ravel(), numbers.ravel()),
+            live=jnp.asarray(live.ravel()),
+            stop_ids=jnp.asarray(sampling.stop_token_ids, jnp.int32),
+            knobs=Knobs.of(sampling),
+        )
+
+    def _program(
+        self, params: Any, request: Request, samples: int, max_new_tokens: int
+    ) -> jax.stages.Compiled:
+        """The compiled sampler for these shapes; compiled ahead, so that compilations are counted."""
+        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(request))
+        placement = tuple(x.sharding for x in jax.tree.leaves(params))
+        key = (samples, max_new_tokens, jax.tree.structure(request), shapes, placement)
+        if key not in self._programs:
+            sample = partial(
+                sample_batch, self._model, samples=samples, max_new_tokens=max_new_tokens
+            )
+            self._programs[key] = jax.jit(sample).lower(params, request).compile()
+        return self._programs[key]
+
+
+def _tree_faults(expected: Any, given: Any) -> list[str]:
+    """What is wrong with the tree of weights, a phrase for each tensor."""
+    want, have = (
+        {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
+        for leaves in map(jax.tree.leaves_with_path, (expected, given))
+    )
+    faults = [f"{name} is missing" for name in want if name not in have]
+    faults += [f"{name} is unknown" for name in have if name not in want]
+    return faults + [
+        f"{name} has shape {have[name]}, expected {shape}"
+        for name, shape in want.items()
+        if name in have and have[name] != shape
+    ]
+
+
+def _read(
+    batch: Batch, prompts: Sequence[Prompt], response: Response, samples: int, version: int
+) -> list[tuple[int, Trajectory]]:
+    """The trajectories of a batch, each with its place in the answer."""
+    found = []
+    for i, unit in enumerate(batch.units):
+        prompt = prompts[unit.prompt]
+        for j in range(unit.count):
+            row = i * batch.samples + j
+            length = int(response.lengths[row])
+            logprobs = response.logprobs[row, :length]
+            if not np.isfinite(logprobs).all():
+                raise RolloutError(
+                    f"prompt row {prompt.row}, sample {unit.first + j}: the model's logits are not"
+                    f" finite at response token {int(np.argmin(np.isfinite(logprobs)))}; the"
+                    f" weights of version {version} are broken, go back to an earlier checkpoint"
+                )
+            trajectory = Trajectory(
+                prompt=prompt,
+                sample=unit.first + j,
+                response_ids=tuple(response.ids[row, :length].tolist()),
+                logprobs=tuple(logprobs.tolist()),
+                finish_reason="stop" if response.stopped[row] else "length",
+                weight_version=version,
+            )
+            found.append((unit.prompt * samples + trajectory.sample, trajectory))
+    return found
+
+
+def _count(
+    stats: RolloutStats, batch: Batch, prompts: Sequence[Prompt], response: Response
+) -> RolloutStats:
+    steps = int(response.steps)
+    lengths = np.asarray(response.lengths).reshape(batch.prompts, batch.samples)
+    return RolloutStats(
+        batches=stats.batches + 1,
+        steps=stats.steps + steps,
+        prompt_tokens=stats.prompt_tokens + sum(len(prompts[u.prompt].ids) for u in batch.units),
+        response_tokens=stats.response_tokens
+        + sum(int(lengths[i, : unit.count].sum()) for i, unit in enumerate(batch.units)),
+        computed_tokens=stats.computed_tokens
+        + batch.prompts * (batch.columns + steps * batch.samples),
+    )
