@@ -181,7 +181,7 @@ class AlgorithmConfig:
     kl_in: Literal["off", "reward", "loss"] = "off"
     """Where the penalty for leaving the reference enters: never in two places."""
     kl_kind: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """Estimator of the penalty (Schulman 2020): k1 is unbiased in the reward; k2 is for the loss."""
+    """Estimator of the penalty (Schulman 2020): k1 is unbiased in the reward; the loss wants k2."""
     kl_coef: float = 0.05
     """Weight of the penalty, reward units a nat."""
     kl_target: float | None = None
@@ -254,7 +254,7 @@ class PackingConfig:
     micro_batch_tokens: int = 4096
     """Tokens a micro-batch: rows times row length."""
     row_lengths: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048, 4096])
-    """Allowed row lengths, one compile each; the smallest that holds the longest trajectory is taken."""
+    """Allowed row lengths, one compile each; the shortest that holds every trajectory is taken."""
 
 
 @dataclass(frozen=True)
@@ -316,8 +316,8 @@ class Config:
     iterations: int = 100
     """Rollout-and-update rounds."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """Go on from the checkpoint in run_dir if there is one (auto), refuse if there is one (never), or
-    insist on one (must)."""
+    """Go on from the checkpoint in run_dir if there is one (auto), refuse to start if there is one
+    (never), or insist on one (must)."""
     model: PolicyConfig = field(default_factory=PolicyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,0 +1,195 @@
+"""What must hold of a `Config` as a whole: values in range, nothing that cannot stand together.
+
+All of it is plain arithmetic on the `Config`, so a run that cannot work stops before anything is
+loaded or compiled. Rules that need the model, the data or the devices live with those.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+
+from jaxrl.config import Config, SourceConfig
+from jaxrl.config_ranges import out_of_range
+from jaxrl.errors import ConfigError
+
+__all__ = ["check_config"]
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def check_config(config: Config) -> None:
+    """Refuse a run that cannot work.
+
+    Raises:
+        ConfigError: One line for each rule that is broken: the dotted key, its value, and the fix.
+    """
+    # A later rule may divide by, or count with, what is out of range.
+    for rules in (out_of_range, _combinations):
+        problems = list(rules(config))
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+
+def _combinations(config: Config) -> Iterator[str]:
+    rules: tuple[Callable[[Config], Iterator[str]], ...] = (
+        _required,
+        _data,
+        _batch,
+        _rows,
+        _critic,
+        _penalty,
+        _sampling,
+        _schedules,
+    )
+    for rule in rules:
+        yield from rule(config)
+
+
+def _required(config: Config) -> Iterator[str]:
+    if not config.model.path:
+        yield "model.path is not set; give the folder of a Hugging Face causal language model"
+    if not config.run_dir:
+        yield "run_dir is empty; give the folder the run writes to"
+    if config.model.make is not None and not _FUNCTION.fullmatch(config.model.make):
+        yield f"model.make={config.model.make!r} must read module:function"
+    names = [function.fn for function in config.reward.functions]
+    if not names:
+        yield (
+            "reward.functions is empty; name at least one, e.g. "
+            "reward.functions='[{fn: jaxrl.reward_functions:last_number}]'"
+        )
+    for i, name in enumerate(names):
+        if not _FUNCTION.fullmatch(name):
+            yield f"reward.functions[{i}].fn={name!r} must read module:function"
+        elif name in names[:i]:
+            yield f"reward.functions[{i}].fn={name!r} is listed twice; list it once with one weight"
+
+
+def _data(config: Config) -> Iterator[str]:
+    yield from _source(config.data.train, "data.train")
+    if config.data.eval is not None:
+        yield from _source(config.data.eval, "data.eval")
+    if config.data.system is not None and not config.data.chat:
+        yield "data.system needs data.chat=true: without a chat template it would go nowhere"
+
+
+def _source(source: SourceConfig, key: str) -> Iterator[str]:
+    needed = {"file": ("path",), "reasoning_gym": ("name", "size"), "python": ("name",)}[
+        source.kind
+    ]
+    read = {
+        "file": ("path", "split", "size"),
+        "reasoning_gym": ("name", "params", "size", "seed"),
+        "python": ("name", "params", "size"),
+    }[source.kind]
+    for name in needed:
+        if not getattr(source, name):
+            yield f"{key}.{name} is not set; {key}.kind={source.kind} needs it"
+    for name in ("path", "split", "name", "params", "seed"):
+        value = getattr(source, name)
+        if value and name not in read:
+            off = json.dumps(getattr(SourceConfig(), name))
+            hint = f" (a function takes its own in {key}.params)" if name == "seed" else ""
+            yield (
+                f"{key}.{name}={value!r} is not read when {key}.kind={source.kind}; "
+                f"set it to {off}{hint}"
+            )
+    if source.kind == "python" and source.name and not _FUNCTION.fullmatch(source.name):
+        yield f"{key}.name={source.name!r} must read module:function"
+
+
+def _batch(config: Config) -> Iterator[str]:
+    count, updates = config.trajectories, config.algorithm.updates
+    if count % updates:
+        fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        yield (
+            f"algorithm.updates={updates} must divide the {count} completions of an iteration "
+            f"(rollout.prompts * rollout.samples); set algorithm.updates to one of {fitting}"
+        )
+    if config.algorithm.advantage_mode == "grpo" and config.rollout.samples < 2:
+        yield (
+            "rollout.samples=1 leaves nothing to compare within a group; "
+            "algorithm.advantage_mode=grpo needs at least 2"
+        )
+
+
+def _rows(config: Config) -> Iterator[str]:
+    longest = f"data.max_prompt_tokens + rollout.max_new_tokens = {config.max_tokens}"
+    fitting = [length for length in config.packing.row_lengths if length >= config.max_tokens]
+    if not fitting:
+        yield (
+            f"packing.row_lengths={config.packing.row_lengths} has no row for a trajectory of "
+            f"{longest} tokens; add a length of at least {config.max_tokens}"
+        )
+        return
+    shards = (
+        config.mesh.data * config.mesh.fsdp if -1 not in (config.mesh.data, config.mesh.fsdp) else 1
+    )
+    if config.packing.micro_batch_tokens < fitting[0] * shards:
+        each = f" on each of {shards} shards (mesh.data * mesh.fsdp)" if shards > 1 else ""
+        yield (
+            f"packing.micro_batch_tokens={config.packing.micro_batch_tokens} must hold a row of "
+            f"{fitting[0]} tokens{each}, which a trajectory of {longest} may need; set it to at "
+            f"least {fitting[0] * shards}"
+        )
+
+
+def _critic(config: Config) -> Iterator[str]:
+    critic = config.critic
+    if critic.kind == "head" and critic.path is not None:
+        yield f"critic.path={critic.path!r} is read for critic.kind=model only; set it to null"
+    if critic.kind == "model" and not critic.trunk_gradient:
+        yield "critic.trunk_gradient=false concerns critic.kind=head only; set it to true"
+    if critic.warmup_iterations and not config.needs_critic:
+        yield (
+            f"critic.warmup_iterations={critic.warmup_iterations} needs a critic, which "
+            "algorithm.advantage_mode=grpo has not; set it to 0"
+        )
+    elif critic.warmup_iterations >= config.iterations:
+        yield (
+            f"critic.warmup_iterations={critic.warmup_iterations} must be less than "
+            f"iterations={config.iterations}, or the policy is never trained"
+        )
+
+
+def _penalty(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.kl_target is not None and algorithm.kl_in != "reward":
+        yield (
+            f"algorithm.kl_target={algorithm.kl_target} adapts the penalty in the reward, but "
+            f"algorithm.kl_in={algorithm.kl_in}; set kl_in=reward, or kl_target=null"
+        )
+    elif algorithm.kl_target is not None and algorithm.kl_coef == 0:
+        yield "algorithm.kl_coef=0 stays 0 however it adapts to kl_target; start above 0"
+    if algorithm.kl_in == "loss" and algorithm.kl_kind == "k1":
+        yield (
+            "algorithm.kl_kind=k1 has a gradient of zero on average in the loss; with "
+            "algorithm.kl_in=loss set kl_kind to k2 (or k3, abs)"
+        )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    filters = {
+        "top_k": (rollout.top_k, 0),
+        "top_p": (rollout.top_p, 1),
+        "min_p": (rollout.min_p, 0),
+    }
+    for name, (value, off) in filters.items():
+        if value != off and config.algorithm.importance == "off":
+            yield (
+                f"rollout.{name}={value} samples from another distribution than the one trained; "
+                f"set rollout.{name}={off}, or algorithm.importance to token or sequence"
+            )
+
+
+def _schedules(config: Config) -> Iterator[str]:
+    for tree in ("policy", "value"):
+        steps = getattr(config.optim, tree).warmup_steps
+        if steps > config.optimizer_steps:
+            yield (
+                f"optim.{tree}.warmup_steps={steps} must be at most the {config.optimizer_steps} "
+                "optimizer steps of the run (iterations * algorithm.epochs * algorithm.updates)"
+            )
