@@ -116,7 +116,7 @@ def get(out: Path, cache: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", nargs="?", type=Path, default=DEFAULT_OUT, help="folder to write")
     parser.add_argument("--cache", type=Path, help="where the download is kept (OUT/../cache)")
     parser.add_argument("--verify", action="store_true", help="only check; fetch nothing")

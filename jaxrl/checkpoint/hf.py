@@ -125,8 +125,8 @@ def check_tokenizer_fits(tokenizer: HasVocabulary, config: ModelConfig) -> None:
     if vocabulary[token] >= config.vocab_size:
         raise ConversionError(
             f"max tokenizer id {vocabulary[token]} ({token!r}) >= the model's vocab_size "
-            f"{config.vocab_size}: ids outside the embedding table give garbage. Use the model's own "
-            "tokenizer, or a model whose embeddings were resized for the added tokens"
+            f"{config.vocab_size}: ids outside the embedding table give garbage. Use the model's "
+            "own tokenizer, or a model whose embeddings were resized for the added tokens"
         )
 
 
