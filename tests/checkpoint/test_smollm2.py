@@ -52,12 +52,14 @@ def test_logits_and_answers_are_those_of_transformers(
             first, attention_mask=torch.ones_like(first), do_sample=False, max_new_tokens=12
         )
     ours = our_logits(params, config, tokens)
-    # Logits reach 30 here, where float32 rounding alone moves transformers' own two attention
-    # implementations 0.9e-4 apart; hence 1e-4 relative beside 1e-4 absolute.
-    for row, prompt in enumerate(prompts):
-        one, other = ours[row, : len(prompt)], theirs[row, : len(prompt)]
-        np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-4)
-        assert np.abs(one - other).mean() < 3e-5
+    compared = np.arange(longest)[None] < np.array([[len(prompt)] for prompt in prompts])
+    difference = np.abs(ours - theirs)[compared]
+    # Logits reach 30. On these prompts transformers in float32 is up to 1.3e-4 (eager attention) or
+    # 0.8e-4 (fused) from itself in float64, and we are up to 0.95e-4: the few largest of 1.8 million
+    # differences are rounding of both sides (1.2e-4 measured; 99.99 % are below 1e-4).
+    assert np.quantile(difference, 0.999) < 1e-4
+    assert difference.mean() < 3e-5
+    assert difference.max() < 3e-4
     text = tokenizer.decode(answer[0, len(prompts[0]) :])
     assert text == "The capital of France is Paris.<|im_end|>"
 
