@@ -54,9 +54,9 @@ def test_logits_and_answers_are_those_of_transformers(
     ours = our_logits(params, config, tokens)
     compared = np.arange(longest)[None] < np.array([[len(prompt)] for prompt in prompts])
     difference = np.abs(ours - theirs)[compared]
-    # Logits reach 30. On these prompts transformers in float32 is up to 1.3e-4 (eager attention) or
-    # 0.8e-4 (fused) from itself in float64, and we are up to 0.95e-4: the few largest of 1.8 million
-    # differences are rounding of both sides (1.2e-4 measured; 99.99 % are below 1e-4).
+    # Logits reach 30. On these prompts transformers in float32 is up to 1.3e-4 (eager attention)
+    # or 0.8e-4 (fused) from itself in float64, and we are up to 0.95e-4: the few largest of 1.8
+    # million differences are rounding of both sides (1.2e-4 measured; 99.99 % are below 1e-4).
     assert np.quantile(difference, 0.999) < 1e-4
     assert difference.mean() < 3e-5
     assert difference.max() < 3e-4
