@@ -7,7 +7,7 @@ A schedule counts optimizer steps, not rollouts and not micro-batches: its horiz
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,20 @@ import optax
 
 from jaxrl.config import OptimizerConfig
 
-__all__ = ["make_optimizer", "make_schedule"]
+__all__ = ["Optimizer", "make_optimizer", "make_schedule", "steps_taken"]
+
+
+class Optimizer(NamedTuple):
+    """An optax transformation, with the schedule it follows beside it for reporting."""
+
+    init: optax.TransformInitFn
+    update: optax.TransformUpdateFn
+    schedule: Callable[[Any], jax.Array]
+
+
+def steps_taken(opt_state: Any) -> jax.Array:
+    """Optimizer steps behind this state; what its schedule is read at for the next one."""
+    return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> Callable[[Any], jax.Array]:
@@ -44,7 +57,7 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Callable[[Any], 
 
 def make_optimizer(
     config: OptimizerConfig, total_steps: int, decayed: Any
-) -> optax.GradientTransformation:
+) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019) after clipping the accumulated gradient's global norm.
 
     Args:
@@ -52,14 +65,15 @@ def make_optimizer(
         total_steps: Horizon of the schedule, in optimizer steps.
         decayed: Tree of bools like the parameters: which of them weight decay applies to.
     """
+    schedule = make_schedule(config, total_steps)
     adamw = optax.adamw(
-        make_schedule(config, total_steps),
+        schedule,
         b1=config.beta1,
         b2=config.beta2,
         eps=config.eps,
         weight_decay=config.weight_decay,
         mask=decayed,
     )
-    if config.max_grad_norm > 0:
-        return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
-    return optax.chain(adamw)
+    clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm > 0 else None
+    chain = optax.chain(*([clip] if clip else []), adamw)
+    return Optimizer(chain.init, chain.update, schedule)

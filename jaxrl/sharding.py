@@ -6,7 +6,7 @@ One rule a logical axis: heads, feed-forward and vocabulary over `tensor`, the e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.config import MeshConfig
 from jaxrl.errors import ConfigError
 
-__all__ = ["BATCH_AXES", "batch_sharding", "make_mesh", "param_sharding", "replicated", "row_multiple"]
+__all__ = ["BATCH_AXES", "batch_sharding", "make_mesh", "param_sharding", "replicated", "row_multiple", "tree_shardings"]
 
 BATCH_AXES = ("data", "fsdp")
 RULES: Mapping[str | None, str | None] = {
@@ -87,3 +87,14 @@ def param_sharding(
             )
         spec.append(target)
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def tree_shardings(mesh: Mesh, table: Iterable[tuple[tuple[str, ...], Sequence[int], Sequence[str | None]]]) -> dict[str, Any]:
+    """A nested dict of shardings from (path, shape, logical axes) of each parameter."""
+    tree: dict[str, Any] = {}
+    for path, shape, axes in table:
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = param_sharding(mesh, "/".join(path), shape, axes)
+    return tree

@@ -18,6 +18,7 @@ from jax import lax
 
 from jaxrl.config import AlgorithmConfig
 from jaxrl.losses import importance_weights, kl_estimate, ppo_policy_loss, ppo_value_loss
+from jaxrl.optim import Optimizer, steps_taken
 from jaxrl.reduce import aggregate
 from jaxrl.steps import Forward, busy_micros, policy_outputs, take_micro
 from jaxrl.types import TrainBatch, TrainState
@@ -126,8 +127,8 @@ def _count(flags: jax.Array) -> jax.Array:
 def make_update_step(
     forward: Forward,
     algorithm: AlgorithmConfig,
-    policy_optimizer: optax.GradientTransformation,
-    value_optimizer: optax.GradientTransformation,
+    policy_optimizer: Optimizer,
+    value_optimizer: Optimizer,
     *,
     chunk_size: int | None,
     temperature: float,
@@ -167,15 +168,12 @@ def make_update_step(
         lowest = jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), shapes[2])
         (policy_grad, value_grad), sums, maxima = lax.fori_loop(0, busy, body, (*zeros, lowest))
 
-        policy_norm, value_norm = optax.global_norm(policy_grad), optax.global_norm(value_grad)
+        policy_norm, value_norm = optax.tree.norm(policy_grad), optax.tree.norm(value_grad)
         finite = jnp.isfinite(sums["loss"] + policy_norm + value_norm)
         apply = finite & (tokens > 0)
+        moves = apply & (state.iteration >= warmup_iterations)
         policy_params, policy_opt = _apply(
-            policy_optimizer,
-            policy_grad,
-            state.policy_opt,
-            state.policy_params,
-            apply & (state.iteration >= warmup_iterations),
+            policy_optimizer, policy_grad, state.policy_opt, state.policy_params, moves
         )
         value_params, value_opt = _apply(
             value_optimizer, value_grad, state.value_opt, state.value_params, apply
@@ -194,8 +192,13 @@ def make_update_step(
         losses = {name: sums.pop(name) for name in ("loss", "policy/loss", "value/loss")}
         means = {name: total / jnp.maximum(tokens, 1.0) for name, total in sums.items()}
         maxima["policy/ratio_min"] = -maxima["policy/ratio_min"]
-        norms = {"policy/grad_norm": policy_norm, "value/grad_norm": value_norm}
-        return new_state, losses | means | maxima | norms
+        rates = {
+            "policy/grad_norm": policy_norm,
+            "value/grad_norm": value_norm,
+            "policy/lr": moves * policy_optimizer.schedule(steps_taken(state.policy_opt)),
+            "value/lr": apply * value_optimizer.schedule(steps_taken(state.value_opt)),
+        }
+        return new_state, losses | means | maxima | rates
 
     return update_step
 
@@ -210,7 +213,7 @@ def _global_weight(batch: TrainBatch, aggregation: str) -> jax.Array:
 
 
 def _apply(
-    optimizer: optax.GradientTransformation, grad: Any, opt: Any, params: Any, on: jax.Array
+    optimizer: Optimizer, grad: Any, opt: Any, params: Any, on: jax.Array
 ) -> tuple[Any, Any]:
     """Parameters and optimizer state after the step, or untouched where `on` is False."""
     updates, new_opt = optimizer.update(grad, opt, params)

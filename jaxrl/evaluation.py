@@ -1,0 +1,62 @@
+"""Held-out evaluation: one completion a prompt, scored by the training reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.setup import Run
+from jaxrl.types import Trajectory
+
+__all__ = ["evaluate", "sample_rows", "score_trajectories"]
+
+
+def score_trajectories(run: Run, trajectories: Sequence[Trajectory]) -> Any:
+    """Scores of the completions as text; ids are decoded once, for the reward functions only."""
+    completions = [
+        run.tokenizer.decode(t.response_ids, skip_special_tokens=True) for t in trajectories
+    ]
+    return run.scorer.score(
+        prompts=[t.prompt.text for t in trajectories],
+        completions=completions,
+        completion_ids=[list(t.response_ids) for t in trajectories],
+        columns=[t.prompt.columns for t in trajectories],
+    )
+
+
+def evaluate(run: Run, *, seed: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Mean score over the held-out prompts, with the completions behind it.
+
+    Uses the weights published last. With eval.temperature 0 the answer is greedy and the seed unused.
+    """
+    trajectories = run.engine.generate(
+        run.eval_prompts, samples=1, sampling=run.eval_sampling, seed=seed
+    )
+    scores = score_trajectories(run, trajectories)
+    lengths = [len(t.response_ids) for t in trajectories]
+    metrics = {
+        "eval/score": float(np.mean(scores.values[scores.valid])) if scores.valid.any() else np.nan,
+        "eval/response_length": float(np.mean(lengths)),
+        "eval/truncated_fraction": float(np.mean([t.truncated for t in trajectories])),
+        "eval/prompts": float(len(trajectories)),
+    }
+    return metrics, sample_rows(run, trajectories, scores.values, len(trajectories))
+
+
+def sample_rows(
+    run: Run, trajectories: Sequence[Trajectory], scores: np.ndarray, count: int
+) -> list[dict[str, Any]]:
+    """What a person reads: prompt, completion with its special tokens, score, how it ended."""
+    return [
+        {
+            "row": t.prompt.row,
+            "sample": t.sample,
+            "prompt": t.prompt.text,
+            "completion": run.tokenizer.decode(t.response_ids, skip_special_tokens=False),
+            "score": float(score),
+            "finish_reason": t.finish_reason,
+        }
+        for t, score in list(zip(trajectories, scores, strict=True))[:count]
+    ]

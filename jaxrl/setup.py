@@ -1,0 +1,197 @@
+"""From settings to everything a run needs; all that can be wrong with the input is found here.
+
+Order: settings, files, prompts, reward functions, then arrays. Nothing is computed before all of the
+first four are known to be good.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl.checkpoint.hf import check_tokenizer_fits, load_hf_config
+from jaxrl.config import Config
+from jaxrl.config_checks import check_config
+from jaxrl.critic import make_forward
+from jaxrl.data import PromptCursor, build_prompts, load_rows, load_tokenizer
+from jaxrl.errors import ConfigError
+from jaxrl.models import Model, ModelConfig, weight_table
+from jaxrl.rollout.engine import RolloutEngine
+from jaxrl.rollout.trainside import TrainsideEngine
+from jaxrl.scoring import Scorer
+from jaxrl.sharding import batch_sharding, make_mesh, replicated
+from jaxrl.state import Optimizers, abstract_state, make_optimizers
+from jaxrl.steps import make_advantage_step, make_score_step
+from jaxrl.types import Prompt, Sampling
+from jaxrl.update import make_update_step
+
+__all__ = ["Run", "Steps", "build", "import_function"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The compiled stages."""
+
+    score: Callable[..., Any]
+    advantage: Callable[..., Any]
+    update: Callable[..., Any]
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far: one for each shape that a plan has had."""
+        return sum(step._cache_size() for step in (self.score, self.advantage, self.update))  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything but the state that changes."""
+
+    config: Config
+    model: Model
+    tokenizer: Any
+    mesh: Mesh
+    cursor: PromptCursor
+    eval_prompts: list[Prompt]
+    prompt_counts: dict[str, int]
+    scorer: Scorer
+    engine: RolloutEngine
+    steps: Steps
+    optimizers: Optimizers
+    sampling: Sampling
+    eval_sampling: Sampling
+
+
+def import_function(name: str, key: str) -> Callable[..., Any]:
+    """The function behind ``module:function``.
+
+    Raises:
+        ConfigError: Naming the setting `key` when there is no such function.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}={name!r} cannot be imported ({error}); give module:function") from error
+    return function
+
+
+def build(config: Config) -> Run:
+    """Check everything, load the tokenizer and prompts, and make the steps."""
+    check_config(config)
+    folder = _model_folder(config)
+    model_config = ModelConfig.from_hf(load_hf_config(folder))
+    model = Model(model_config, dtype=config.model.dtype, remat=config.model.remat)
+    if config.critic.path and config.needs_critic:
+        _check_critic_shape(config.critic.path, model_config)
+    tokenizer = load_tokenizer(folder)
+    check_tokenizer_fits(tokenizer, model_config)
+    prompts, counts = build_prompts(
+        load_rows(config.data.train), tokenizer, config.data, vocab_size=model_config.vocab_size
+    )
+    eval_prompts: list[Prompt] = []
+    if config.data.eval is not None:
+        eval_prompts, _ = build_prompts(
+            load_rows(config.data.eval), tokenizer, config.data, vocab_size=model_config.vocab_size
+        )
+    scorer = Scorer(config.reward.functions, config.reward.timeout_s, config.reward.on_invalid)
+    mesh = make_mesh(config.mesh)
+    optimizers = make_optimizers(config)
+    sampling = _sampling(config, folder, tokenizer)
+    return Run(
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        mesh=mesh,
+        cursor=PromptCursor(prompts, seed=config.seed, shuffle=config.data.shuffle),
+        eval_prompts=eval_prompts,
+        prompt_counts=counts,
+        scorer=scorer,
+        engine=TrainsideEngine(model, batch_size=config.rollout.batch_size),
+        steps=_steps(config, model, mesh, optimizers),
+        optimizers=optimizers,
+        sampling=sampling,
+        eval_sampling=replace(
+            sampling,
+            max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+            temperature=config.eval.temperature,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+        ),
+    )
+
+
+def _model_folder(config: Config) -> str:
+    folder = Path(config.model.path)
+    if config.model.make is not None and not (folder / "config.json").exists():
+        import_function(config.model.make, "model.make")(str(folder), config.seed)
+    return str(folder)
+
+
+def _check_critic_shape(folder: str, policy: ModelConfig) -> None:
+    critic = ModelConfig.from_hf(load_hf_config(folder))
+    if replace(critic, tie_word_embeddings=policy.tie_word_embeddings) != policy:
+        raise ConfigError(
+            f"critic.path={folder}: the critic's trunk must have the policy's architecture; "
+            f"got {critic}, expected {policy}"
+        )
+
+
+def _sampling(config: Config, folder: str, tokenizer: Any) -> Sampling:
+    rollout = config.rollout
+    stop = rollout.stop_token_ids
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        stop_token_ids=_stop_ids(folder, tokenizer) if stop is None else tuple(stop),
+    )
+
+
+def _stop_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
+    """End-of-sequence ids: the generation config's list, else the config's, else the tokenizer's."""
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    if tokenizer.eos_token_id is not None:
+        return (tokenizer.eos_token_id,)
+    raise ConfigError(
+        "rollout.stop_token_ids is null and the model folder names no end-of-sequence token; give the ids"
+    )
+
+
+def _steps(config: Config, model: Model, mesh: Mesh, optimizers: Optimizers) -> Steps:
+    forward = make_forward(model, config.critic if config.needs_critic else None)
+    shared: dict[str, Any] = {
+        "chunk_size": config.logprob.chunk_size,
+        "temperature": config.rollout.temperature,
+    }
+    score = make_score_step(forward, with_reference=config.needs_reference, **shared)
+    advantage = make_advantage_step(config.algorithm, num_groups=config.rollout.prompts)
+    update = make_update_step(
+        forward,
+        config.algorithm,
+        optimizers.policy,
+        optimizers.value,
+        horizon=config.rollout.max_new_tokens,
+        warmup_iterations=config.critic.warmup_iterations,
+        **shared,
+    )
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, model, mesh, optimizers))
+    rows = batch_sharding(mesh)
+    return Steps(
+        score=jax.jit(score, out_shardings=rows),
+        advantage=jax.jit(advantage, out_shardings=(rows, replicated(mesh))),
+        update=jax.jit(update, donate_argnums=0, out_shardings=(shardings, replicated(mesh))),
+    )
