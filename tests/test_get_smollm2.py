@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scripts import get_smollm2
-from tests.checkpoint.test_gguf import write_gguf
+from tests.checkpoint.tiny_gguf import write_gguf
 
 
 @pytest.fixture

@@ -1,0 +1,145 @@
+"""scripts/convert.py: there and back, what it checks, and what it refuses."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxrl.checkpoint.hf import load_hf_config, load_params
+from jaxrl.checkpoint.state import CheckpointStore
+from jaxrl.models import ModelConfig
+from jaxrl.types import TrainState
+from scripts import convert
+from tests.checkpoint.families import assert_same_tree, config_of, make_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    make_model("qwen3-untied").save_pretrained(path)
+    return path
+
+
+def trained(folder: Path, scale: float) -> TrainState:
+    """A state as a run saves it: a moved policy, a critic, moments of both optimizers."""
+    policy = jax.tree.map(lambda x: x * scale, load_params(folder, config_of(folder)))
+    value = {"value_head": {"kernel": np.ones((32, 1), np.float32), "bias": np.ones(1, np.float32)}}
+    return TrainState(
+        policy_params=policy,
+        value_params=value,
+        policy_opt=optax.adam(1e-3).init(policy),
+        value_opt=optax.adam(1e-3).init(value),
+        updates=np.int32(8),
+        iteration=np.int32(4),
+        kl_coef=np.float32(0.1),
+        skipped=np.int32(0),
+        skipped_in_a_row=np.int32(0),
+    )
+
+
+@pytest.fixture(scope="module")
+def run_dir(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with the checkpoints of iterations 2 and 4."""
+    path = tmp_path_factory.mktemp("run")
+    store = CheckpointStore(path / "checkpoints", keep=2)
+    for step, scale in ((2, 1.02), (4, 1.04)):
+        store.save(step, trained(folder, scale), {"config": {"model": {"path": str(folder)}}})
+    store.close()
+    return path
+
+
+def test_there_and_back_keeps_every_bit(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there, back = tmp_path / "there", tmp_path / "back"
+    assert convert.main(["hf-to-jaxrl", str(folder), str(there), "--check"]) == 0
+    assert convert.main(["jaxrl-to-hf", str(there), str(back), "--check"]) == 0
+    checks = [line for line in capsys.readouterr().out.splitlines() if line.startswith("check:")]
+    assert len(checks) == 4 and all(" agree: " in line for line in checks)
+    config = config_of(folder)
+    assert config_of(back) == config
+    assert_same_tree(load_params(back, config), load_params(folder, config))
+
+
+def test_the_newest_policy_of_a_run_is_exported(
+    folder: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = ["jaxrl-to-hf", str(run_dir), str(out), "--dtype", "bfloat16", "--check"]
+    assert convert.main([*command, "--max-shard-bytes", "20000"]) == 0
+    config = config_of(out)
+    expected = jax.tree.map(
+        lambda x: x.astype("bfloat16").astype(np.float32), trained(folder, 1.04).policy_params
+    )
+    assert_same_tree(load_params(out, config), expected)
+    assert load_hf_config(out)["dtype"] == "bfloat16"
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
+
+
+@pytest.mark.parametrize("by", ["step", "folder"])
+def test_an_older_checkpoint_can_be_named(
+    by: str, folder: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    where = {
+        "step": [str(run_dir / "checkpoints"), str(out), "--step", "2"],
+        "folder": [str(run_dir / "checkpoints" / "00000002"), str(out)],
+    }[by]
+    assert convert.main(["jaxrl-to-hf", *where]) == 0
+    expected: dict[str, Any] = trained(folder, 1.02).policy_params
+    assert_same_tree(load_params(out, config_of(out)), expected)
+
+
+def test_a_moved_model_folder_has_to_be_given(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(folder, tmp_path / "model")
+    assert convert.main(["hf-to-jaxrl", str(tmp_path / "model"), str(tmp_path / "there")]) == 0
+    (tmp_path / "model").rename(moved)
+    command = ["jaxrl-to-hf", str(tmp_path / "there"), str(tmp_path / "out")]
+    assert convert.main(command) == 1
+    assert "give that folder with --source" in capsys.readouterr().err
+    assert convert.main([*command, "--source", str(moved)]) == 0
+
+
+def test_no_checkpoint_is_one_clear_error(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    assert convert.main(["jaxrl-to-hf", str(tmp_path / "absent"), out]) == 1
+    assert "absent is no folder" in capsys.readouterr().err
+    (tmp_path / "run" / "checkpoints" / "00000003").mkdir(parents=True)
+    assert convert.main(["jaxrl-to-hf", str(tmp_path / "run"), out]) == 1
+    error = capsys.readouterr().err
+    assert "holds no whole checkpoint" in error and "00000003" in error
+    assert convert.main(["hf-to-jaxrl", str(folder), str(tmp_path)]) == 1
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert not Path(out).exists()
+
+
+def test_check_fails_where_weights_differ(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A result that is not the source's must not pass."""
+    real = convert.load_params
+
+    def damaged(path: Path, config: ModelConfig) -> dict[str, Any]:
+        params = real(path, config)
+        params["norm"]["scale"][5] *= 1.001
+        return params
+
+    assert convert.main(["hf-to-jaxrl", str(folder), str(tmp_path / "there")]) == 0
+    monkeypatch.setattr(convert, "load_params", damaged)
+    out = str(tmp_path / "out")
+    assert convert.main(["jaxrl-to-hf", str(tmp_path / "there"), out, "--check"]) == 1
+    assert "checkpoint in float32 and export disagree" in capsys.readouterr().err
+    there = str(tmp_path / "there2")
+    assert convert.main(["hf-to-jaxrl", str(folder), there, "--check"]) == 1
+    assert "jaxrl and transformers disagree" in capsys.readouterr().err
