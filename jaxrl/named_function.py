@@ -8,15 +8,20 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
+from types import ModuleType
 from typing import Any
 
 __all__ = ["load_function"]
 
 
-def load_function(name: str) -> Callable[..., Any]:
+def load_function(name: str, loaded: Mapping[str, ModuleType] | None = None) -> Callable[..., Any]:
     """The function behind ``module:function``; a module may lie in the working directory.
+
+    Args:
+        name: ``module:function``.
+        loaded: Modules to take as they are instead of importing them.
 
     Raises:
         ImportError: Saying which half of the name leads nowhere, or what failed inside the module.
@@ -25,7 +30,7 @@ def load_function(name: str) -> Callable[..., Any]:
     if not (module_name and colon and attribute):
         raise ImportError(f"{name!r} must read module:function")
     try:
-        module = _import(module_name)
+        module = (loaded or {}).get(module_name) or _import(module_name)
     except Exception as error:
         raise ImportError(
             f"importing {module_name} failed: {type(error).__name__}: {error}"

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 __all__: list[str] = []
@@ -63,18 +64,23 @@ def _load(
     functions: list[Callable[..., Any]], path: list[str], names: list[str]
 ) -> tuple[Any, ...]:
     sys.path[:] = path
-    # Loaded by its place: importing the package would bring JAX into this process.
-    place = Path(__file__).with_name("named_function.py")
-    spec = importlib.util.spec_from_file_location("named_function", place)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    load_function = _beside("named_function").load_function
+    own = {"jaxrl.reward_functions": _beside("reward_functions")}
     for index, name in enumerate(names):
         try:
-            functions.append(module.load_function(name))
+            functions.append(load_function(name, own))
         except ImportError as error:
             return ("missing", index, str(error))
     return ("loaded",)
+
+
+def _beside(name: str) -> ModuleType:
+    """A module of this folder, by its place: importing the package would load JAX here."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _call(function: Callable[..., Any], batch: dict[str, list[Any]]) -> Iterator[tuple[Any, ...]]:

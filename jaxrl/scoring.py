@@ -124,8 +124,8 @@ class Scorer:
             values = self._call(worker, index, prompts)
             per_function[function.fn] = values.astype(np.float32)
             total += function.weight * values
-        with np.errstate(over="ignore"):
-            values = total.astype(np.float32)
+        values = self._finite(total, total, "the weighted sum of the reward functions", prompts)
+        values = values.astype(np.float32)
         valid = np.isfinite(values)
         return Scores(np.where(valid, values, np.float32(0)), valid, per_function)
 
@@ -178,15 +178,23 @@ class Scorer:
             at = "" if culprit is None else f" for completion {culprit}, {_shown(prompts[culprit])}"
             raise RewardError(f"reward function {name} raised an exception{at}:\n{content}")
         values = np.array([math.nan if value is None else value for value in content], np.float64)
-        bad = np.flatnonzero(~np.isfinite(values))
+        return self._finite(values, content, f"reward function {name}", prompts)
+
+    def _finite(
+        self, values: np.ndarray, given: Any, who: str, prompts: Sequence[Prompt]
+    ) -> np.ndarray:
+        """`values`, NaN where float32 has no finite number for them; or an error, as configured."""
+        bad = np.flatnonzero(~(np.abs(values) <= np.finfo(np.float32).max))
         if bad.size and self._on_invalid == "error":
             first = int(bad[0])
             raise RewardError(
-                f"reward function {name} returned {content[first]} for completion {first}, "
-                f"{_shown(prompts[first])} ({bad.size} of {len(content)} completions); return a "
+                f"{who} returned {given[first]} for completion {first}, "
+                f"{_shown(prompts[first])} ({bad.size} of {len(values)} completions); return a "
                 "finite number, or set reward.on_invalid=drop to leave such completions out"
             )
-        return np.where(np.isfinite(values), values, math.nan)
+        values = values.copy()
+        values[bad] = math.nan
+        return values
 
     def _ask(
         self,
