@@ -67,7 +67,9 @@ def math_verify_reward(
 
     scores = []
     for index, (completion, expected) in enumerate(zip(completions, answer, strict=True)):
-        gold = parse(str(expected)) or parse(f"${expected}$")
+        # A bare answer is marked as mathematics: of "1 + x" in prose only the 1 would be taken.
+        marked = any(mark in str(expected) for mark in ("$", r"\(", r"\[", r"\boxed"))
+        gold = parse(str(expected) if marked else f"${expected}$")
         if not gold:
             raise ValueError(
                 f"math_verify cannot read the answer of completion {index}: {expected!r}"
