@@ -15,14 +15,15 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float32
 
-from jaxrl.vocab_blocks import block_plan, blocked_logprobs, divide, raw_logits
+from jaxrl.head_inputs import HeadInputs, TiedHead, prepare
+from jaxrl.vocab_blocks import block_plan, blocked_logprobs
 
-__all__ = ["token_logprobs", "token_logprobs_and_entropy"]
+__all__ = ["TiedHead", "token_logprobs", "token_logprobs_and_entropy"]
 
 
 def token_logprobs(
     hidden: ArrayLike,
-    head: ArrayLike,
+    head: ArrayLike | TiedHead,
     targets: ArrayLike,
     *,
     chunk_size: int | None = 1024,
@@ -30,7 +31,7 @@ def token_logprobs(
     bias: ArrayLike | None = None,
     softcap: float | None = None,
     mask: ArrayLike | None = None,
-) -> Float32[Array, "..."]:
+) -> Float32[Array, "*batch time"]:
     """Log-probability of each target token, in nats.
 
         z = softcap(hidden @ head + bias) / temperature,    softcap(a) = c tanh(a / c)
@@ -44,7 +45,8 @@ def token_logprobs(
 
     Args:
         hidden: final hidden states at the positions that predict the targets, [..., T, D].
-        head: output projection [D, V], any float dtype; `embedding.T` where the weights are tied.
+        head: output projection [D, V], any float dtype.  Where the weights are tied,
+            `embedding.T` or, without a copy, `TiedHead(embedding)`.
         targets: token ids [..., T], any integer dtype.
         chunk_size: positions a chunk, counted along T, all rows together; None evaluates one
             piece of dense logits with plain autodiff (same numbers, [tokens, V] memory).
@@ -76,7 +78,7 @@ def token_logprobs(
 
 def token_logprobs_and_entropy(
     hidden: ArrayLike,
-    head: ArrayLike,
+    head: ArrayLike | TiedHead,
     targets: ArrayLike,
     *,
     chunk_size: int | None = 1024,
@@ -84,7 +86,7 @@ def token_logprobs_and_entropy(
     bias: ArrayLike | None = None,
     softcap: float | None = None,
     mask: ArrayLike | None = None,
-) -> tuple[Float32[Array, "..."], Float32[Array, "..."]]:
+) -> tuple[Float32[Array, "*batch time"], Float32[Array, "*batch time"]]:
     """Log-probability of each target and the entropy of its distribution, both in nats.
 
         p = softmax(z),    entropy[..., t] = −Σ_v p[..., t, v] log p[..., t, v] >= 0
@@ -131,148 +133,39 @@ def _evaluate(
     *,
     entropy: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Check, flatten leading dimensions to rows, evaluate dense or blocked, restore and mask."""
-    _check_numbers(chunk_size, softcap, temperature, mask)
-    hidden, head = _float_array("hidden", hidden), _float_array("head", head)
-    bias = None if bias is None else _float_array("bias", bias)
-    targets, mask = jnp.asarray(targets), None if mask is None else jnp.asarray(mask)
-    temperature = jnp.asarray(temperature, jnp.float32)
-    _check_shapes(hidden, head, targets, temperature, bias, mask)
-
-    shape, vocab = targets.shape, head.shape[1]
-    rows, length = math.prod(shape[:-1]), shape[-1]
-    if mask is not None:
-        mask = mask.astype(bool)
-    if temperature.ndim:
-        temperature = jnp.broadcast_to(temperature, shape)
-        if mask is not None:
-            temperature = jnp.where(mask, temperature, 1.0)
-        temperature = temperature.reshape(rows, length)
-    args = (
-        hidden.reshape(rows, length, hidden.shape[-1]),
-        head,
-        bias,
-        temperature,
-        _clean_targets(targets, vocab).reshape(rows, length),
-        None if mask is None else mask.reshape(rows, length),
-    )
+    """Check, evaluate dense or blocked, and set masked positions to exactly 0."""
+    whole = isinstance(chunk_size, int | np.integer) and not isinstance(chunk_size, bool)
+    if chunk_size is not None and not (whole and chunk_size >= 1):
+        raise ValueError(
+            f"chunk_size is {chunk_size!r}; expected an integer >= 1, or None for one piece"
+        )
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap is {softcap!r}; expected a number > 0, or None for no cap")
+    inputs = prepare(hidden, head, targets, temperature=temperature, bias=bias, mask=mask)
     cap = None if softcap is None else float(softcap)
+    rows, length = inputs.targets.shape
     if rows * length == 0:
         results = (jnp.zeros((rows, length), jnp.float32),) * 2
     elif chunk_size is None:
-        results = _dense(*args, cap, entropy)
+        results = _dense(inputs, cap, entropy)
     else:
-        plan = block_plan(
-            rows, length, vocab, chunk_size=int(chunk_size), softcap=cap, entropy=entropy
-        )
-        results = blocked_logprobs(plan, *args)
-    logprobs, entropies = (x.reshape(shape) for x in results)
-    if mask is not None:
-        logprobs, entropies = jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropies, 0.0)
+        sizes = {"chunk_size": int(chunk_size), "softcap": cap, "entropy": entropy}
+        results = blocked_logprobs(block_plan(rows, length, inputs.vocab, **sizes), inputs)
+    if inputs.mask is not None:
+        results = [jnp.where(inputs.mask, x, 0.0) for x in results]
+    logprobs, entropies = (x.reshape(jnp.shape(targets)) for x in results)
     return logprobs, entropies
 
 
-def _dense(
-    hidden: jax.Array,
-    head: jax.Array,
-    bias: jax.Array | None,
-    temperature: jax.Array,
-    targets: jax.Array,
-    mask: jax.Array | None,
-    softcap: float | None,
-    entropy: bool,
-) -> tuple[jax.Array, jax.Array]:
+def _dense(inputs: HeadInputs, softcap: float | None, entropy: bool) -> tuple[jax.Array, jax.Array]:
     """The plain path of chunk_size None: all logits at once, gradients by autodiff."""
-    if mask is not None:
-        hidden = jnp.where(mask[..., None], hidden, 0)
-    logp = jax.nn.log_softmax(divide(raw_logits(hidden, head, bias, softcap), temperature))
-    picked = jnp.take_along_axis(logp, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
-    logprobs = jnp.where(targets >= 0, picked, jnp.nan)
+    inputs = inputs.chunk(0, inputs.targets.shape[1])
+    logp = jax.nn.log_softmax(inputs.over_temperature(inputs.raw_logits(softcap)))
+    index = jnp.maximum(inputs.targets, 0)[..., None]
+    picked = jnp.take_along_axis(logp, index, axis=-1)[..., 0]
+    logprobs = jnp.where(inputs.targets >= 0, picked, jnp.nan)
     if not entropy:
         return logprobs, jnp.zeros_like(logprobs)
     # Finite, so that a token banned with -inf contributes 0 * log 0 = 0 and no NaN.
     finite = jnp.maximum(logp, jnp.finfo(jnp.float32).min)
     return logprobs, jnp.maximum(-(jnp.exp(logp) * finite).sum(-1), 0.0)
-
-
-def _clean_targets(targets: jax.Array, vocab: int) -> jax.Array:
-    """int32 targets; -1 for those outside [0, V), before a narrowing cast could wrap them round."""
-    if targets.dtype.itemsize < 4:
-        targets = targets.astype(jnp.int32)
-    inside = (targets >= 0) & (targets < vocab)
-    return jnp.where(inside, targets, 0).astype(jnp.int32) - (~inside).astype(jnp.int32)
-
-
-def _float_array(name: str, x: Any) -> jax.Array:
-    array = jnp.asarray(x)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {array.dtype}; expected a float dtype")
-    return array.astype(jnp.float32) if array.dtype.itemsize > 4 else array
-
-
-def _check_numbers(chunk_size: Any, softcap: Any, temperature: Any, mask: Any) -> None:
-    """Ranges of the plain numbers, and of a temperature whose value is known."""
-    whole = isinstance(chunk_size, (int, np.integer)) and not isinstance(chunk_size, bool)
-    if chunk_size is not None and not (whole and chunk_size >= 1):
-        raise ValueError(
-            f"chunk_size={chunk_size!r}; expected an integer >= 1 (positions), or None for one piece"
-        )
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
-        raise ValueError(f"softcap={softcap!r}; expected a number > 0, or None for no cap")
-    if isinstance(temperature, jax.core.Tracer):
-        return
-    values = np.asarray(temperature, np.float64)
-    if mask is not None and values.ndim:
-        if isinstance(mask, jax.core.Tracer) or not _fits(values.shape, np.shape(mask)):
-            return
-        values = np.broadcast_to(values, np.shape(mask))[np.asarray(mask) != 0]
-    if not (values > 0).all():
-        raise ValueError(
-            f"temperature={temperature!r}; expected a number > 0 at every valid position"
-        )
-
-
-def _fits(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:
-    """Whether `shape` broadcasts to `onto` without changing it."""
-    try:
-        return np.broadcast_shapes(shape, onto) == onto
-    except ValueError:
-        return False
-
-
-def _check_shapes(
-    hidden: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    temperature: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-) -> None:
-    if hidden.ndim < 2:
-        raise ValueError(f"hidden has shape {hidden.shape}; expected [..., T, D]")
-    width = hidden.shape[-1]
-    if head.ndim != 2 or head.shape[0] != width or head.shape[1] == 0:
-        raise ValueError(
-            f"head has shape {head.shape}; expected [D, V] with D={width} as in hidden"
-        )
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise TypeError(f"targets has dtype {targets.dtype}; expected an integer dtype")
-    if targets.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"targets has shape {targets.shape}; expected {hidden.shape[:-1]}, "
-            f"hidden {hidden.shape} without its last axis"
-        )
-    if not _fits(temperature.shape, targets.shape):
-        raise ValueError(
-            f"temperature has shape {temperature.shape}; expected a number or a shape that "
-            f"broadcasts to targets {targets.shape}"
-        )
-    if bias is not None and bias.shape != head.shape[1:]:
-        raise ValueError(f"bias has shape {bias.shape}; expected [V] = {head.shape[1:]}")
-    if mask is not None:
-        if not (mask.dtype == bool or jnp.issubdtype(mask.dtype, jnp.integer)):
-            raise TypeError(f"mask has dtype {mask.dtype}; expected bool, or integer 0/1")
-        if mask.shape != targets.shape:
-            raise ValueError(
-                f"mask has shape {mask.shape}; expected that of targets {targets.shape}"
-            )

@@ -17,12 +17,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
-__all__ = ["BlockPlan", "block_plan", "blocked_logprobs", "divide", "raw_logits"]
+from jaxrl.head_inputs import HeadInputs
 
-# One block of float32 logits holds at most this many numbers (4 MiB), so that it stays in cache.
-_BLOCK_NUMBERS = 1 << 20
-_SMALLEST_BLOCK = 128
+__all__ = ["BlockPlan", "block_plan", "blocked_logprobs"]
+
+# A block is about SIDE tokens x SIDE vocabulary columns of float32.  On CPU 1024 was the fastest
+# of 256..4096 (4 MiB, about the second-level cache); an accelerator wants larger products.
+_SIDE_CPU = 1024
+_SIDE_ACCELERATOR = 4096
+_SMALLEST_WIDTH = 128
 # exp(-200) is 0 in float32; the bound keeps 0 * log 0 at 0 where a bias bans a token with -inf.
 _LOG_ZERO = -200.0
 
@@ -36,43 +41,18 @@ class BlockPlan(NamedTuple):
     entropy: bool
 
 
-class _Running(NamedTuple):
-    """Sums over the vocabulary blocks seen so far, one number a token, all float32."""
-
-    top: jax.Array  # largest logit
-    total: jax.Array  # Σ exp(x - top)
-    moment: jax.Array  # Σ exp(x - top) (x - top), for the entropy
-    target: jax.Array  # logit of the target; NaN until its block comes by
-
-
 def block_plan(
     rows: int, length: int, vocab: int, *, chunk_size: int, softcap: float | None, entropy: bool
 ) -> BlockPlan:
-    """Choose how many positions (of all rows) and how many vocabulary columns make one block."""
-    positions = max(1, min(chunk_size, length))
-    wanted = max(_SMALLEST_BLOCK, _BLOCK_NUMBERS // max(1, rows * positions))
-    return BlockPlan(positions, min(wanted, vocab), softcap, entropy)
+    """Choose how many positions (of all rows) and how many vocabulary columns make one block.
 
-
-def raw_logits(
-    hidden: jax.Array, head: jax.Array, bias: jax.Array | None, softcap: float | None
-) -> jax.Array:
-    """Return softcap(hidden @ head + bias) in float32, before the temperature.
-
-    The product takes the wider of the two dtypes and accumulates in float32.
+    `chunk_size` is the most positions a chunk may have.  Many or long rows make chunks shorter;
+    rows too many for even that make the vocabulary blocks narrower.
     """
-    dtype = jnp.promote_types(hidden.dtype, head.dtype)
-    logits = jnp.matmul(
-        hidden.astype(dtype), head.astype(dtype), preferred_element_type=jnp.float32
-    )
-    if bias is not None:
-        logits = logits + jnp.expand_dims(bias.astype(jnp.float32), range(logits.ndim - 1))
-    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-
-
-def divide(x: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Divide x [..., T, V] by a temperature that is a scalar or [..., T]."""
-    return x / (temperature[..., None] if temperature.ndim else temperature)
+    side = _SIDE_CPU if jax.default_backend() == "cpu" else _SIDE_ACCELERATOR
+    positions = max(1, min(chunk_size, length, side // rows))
+    width = side * side // (rows * positions) // _SMALLEST_WIDTH * _SMALLEST_WIDTH
+    return BlockPlan(positions, min(vocab, max(_SMALLEST_WIDTH, width)), softcap, entropy)
 
 
 def _fold(body: Callable[[Any, Any, int], Any], carry: Any, size: int, block: int) -> Any:
@@ -87,41 +67,19 @@ def _fold(body: Callable[[Any, Any, int], Any], carry: Any, size: int, block: in
     return carry
 
 
-def _cut(x: jax.Array | None, start: Any, width: int, axis: int) -> Any:
-    """Slice [start, start + width) of an axis; what is absent or broadcast along it stays."""
-    if x is None or x.ndim == 0:
-        return x
-    return lax.dynamic_slice_in_dim(x, start, width, axis)
+class _Running(NamedTuple):
+    """Sums over the vocabulary blocks seen so far, one number a token, all float32."""
+
+    top: jax.Array  # largest logit
+    total: jax.Array  # Σ exp(x - top)
+    moment: jax.Array  # Σ exp(x - top) (x - top), for the entropy
+    target: jax.Array  # logit of the target; NaN until its block comes by
 
 
-def _add(total: jax.Array, part: jax.Array, start: Any, axis: int) -> jax.Array:
-    """Add `part` into `total` from `start` on, in place under jit."""
-    old = lax.dynamic_slice_in_dim(total, start, part.shape[axis], axis)
-    return lax.dynamic_update_slice_in_dim(total, old + part, start, axis)
-
-
-def _put(total: jax.Array, part: jax.Array, start: Any, axis: int) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(total, part.astype(total.dtype), start, axis)
-
-
-class _Tokens(NamedTuple):
-    """The arguments that have a position axis (axis 1): hidden [R, T, D], the others [R, T]."""
-
-    hidden: jax.Array
-    targets: jax.Array
-    mask: jax.Array | None
-    temperature: jax.Array  # or a scalar
-
-    def cut(self, start: Any, width: int) -> _Tokens:
-        """The tokens of one chunk, with masked hidden rows set to zero."""
-        hidden, targets, mask, temperature = (_cut(x, start, width, 1) for x in self)
-        if mask is not None:
-            hidden = jnp.where(mask[..., None], hidden, 0)
-        return _Tokens(hidden, targets, mask, temperature)
-
-
-def _absorb(run: _Running, x: jax.Array, targets: jax.Array, start: Any, entropy: bool) -> _Running:
-    """Take one block of logits x [..., width] into the running sums."""
+def _absorb(
+    run: _Running, x: jax.Array, targets: jax.Array, start: ArrayLike, entropy: bool
+) -> _Running:
+    """Take one block of logits x [R, C, width] into the running sums."""
     top = jnp.maximum(run.top, x.max(-1))
     shrink = jnp.exp(run.top - top)
     below = jnp.maximum(x - top[..., None], _LOG_ZERO)
@@ -132,154 +90,165 @@ def _absorb(run: _Running, x: jax.Array, targets: jax.Array, start: Any, entropy
         moment = (moment + run.total * (run.top - top)) * shrink + (weight * below).sum(-1)
     column = targets - start
     here = (column >= 0) & (column < x.shape[-1])
-    index = jnp.where(here, column, 0)[..., None]
-    picked = jnp.take_along_axis(x, index, axis=-1)[..., 0]
+    picked = jnp.take_along_axis(x, jnp.where(here, column, 0)[..., None], axis=-1)[..., 0]
     return _Running(top, total, moment, jnp.where(here, picked, run.target))
 
 
-def _forward_chunk(
-    plan: BlockPlan, tokens: _Tokens, head: jax.Array, bias: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _forward_chunk(plan: BlockPlan, inputs: HeadInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities, entropies and log-sum-exps [R, C] of one chunk of positions."""
 
-    def block(run: _Running, start: Any, width: int) -> _Running:
-        weight, shift = _cut(head, start, width, 1), _cut(bias, start, width, 0)
-        x = divide(raw_logits(tokens.hidden, weight, shift, plan.softcap), tokens.temperature)
-        return _absorb(run, x, tokens.targets, start, plan.entropy)
+    def absorb_block(run: _Running, start: ArrayLike, width: int) -> _Running:
+        part = inputs.block(start, width)
+        x = part.over_temperature(part.raw_logits(plan.softcap))
+        return _absorb(run, x, inputs.targets, start, plan.entropy)
 
-    zero = jnp.zeros(tokens.targets.shape, jnp.float32)
+    zero = jnp.zeros(inputs.targets.shape, jnp.float32)
     # Finite, not -inf: a first block that is banned altogether would otherwise give inf - inf.
-    start = _Running(zero + jnp.finfo(jnp.float32).min, zero, zero, zero + jnp.nan)
-    run = _fold(block, start, head.shape[1], plan.vocab)
+    empty = _Running(zero + jnp.finfo(jnp.float32).min, zero, zero, zero + jnp.nan)
+    run = _fold(absorb_block, empty, inputs.vocab, plan.vocab)
     log_total = jnp.log(run.total)
     entropy = jnp.maximum(log_total - run.moment / run.total, 0.0) if plan.entropy else zero
     return (run.target - run.top) - log_total, entropy, run.top + log_total
 
 
-def _forward(
-    plan: BlockPlan, tokens: _Tokens, head: jax.Array, bias: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _forward(plan: BlockPlan, inputs: HeadInputs) -> tuple[jax.Array, ...]:
     """`_forward_chunk` over all positions: lax.map over the full chunks, then the ragged one."""
-    rows, length = tokens.targets.shape
-    size = plan.positions
-    full = length // size
-    parts = []
-    if full > 1:
-        stacked = lax.map(
-            lambda i: _forward_chunk(plan, tokens.cut(i * size, size), head, bias),
-            jnp.arange(full),
-        )
-        parts.append(tuple(jnp.moveaxis(x, 0, 1).reshape(rows, full * size) for x in stacked))
-    elif full:
-        parts.append(_forward_chunk(plan, tokens.cut(0, size), head, bias))
+    rows, length = inputs.targets.shape
+    size, full = plan.positions, length // plan.positions
+    stacked = lax.map(
+        lambda i: _forward_chunk(plan, inputs.chunk(i * size, size)), jnp.arange(full)
+    )
+    outputs = [jnp.moveaxis(x, 0, 1).reshape(rows, full * size) for x in stacked]
     if length % size:
-        parts.append(_forward_chunk(plan, tokens.cut(full * size, length % size), head, bias))
-    return tuple(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+        tail = _forward_chunk(plan, inputs.chunk(full * size, length % size))
+        outputs = [jnp.concatenate(pair, axis=1) for pair in zip(outputs, tail, strict=True)]
+    return tuple(outputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def blocked_logprobs(
-    plan: BlockPlan,
-    hidden: jax.Array,
-    head: jax.Array,
-    bias: jax.Array | None,
-    temperature: jax.Array,
-    targets: jax.Array,
-    mask: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probability and entropy [R, T] of targets [R, T], for hidden [R, T, D], head [D, V].
+def blocked_logprobs(plan: BlockPlan, inputs: HeadInputs) -> tuple[jax.Array, jax.Array]:
+    """Log-probability and entropy of the targets, float32 [R, T] each.
 
-    A target outside [0, V) gives NaN.  Masked hidden rows are read as zero.  The entropy is 0
-    where the plan does not ask for it.  Differentiable once, in reverse mode, with respect to
-    hidden, head, bias and temperature.
+    A target of -1 gives NaN.  Masked hidden rows are read as zero.  The entropy is 0 where the
+    plan does not ask for it.  Differentiable once, in reverse mode, with respect to hidden, head,
+    bias and temperature.
     """
-    logprobs, entropy, _ = _forward(plan, _Tokens(hidden, targets, mask, temperature), head, bias)
-    return logprobs, entropy
+    return _forward(plan, inputs)[:2]
 
 
-def _fwd(
-    plan: BlockPlan, hidden: Any, head: Any, bias: Any, temperature: Any, targets: Any, mask: Any
-) -> tuple[Any, Any]:
-    tokens = _Tokens(hidden, targets, mask, temperature)
-    logprobs, entropy, lse = _forward(plan, tokens, head, bias)
-    return (logprobs, entropy), (tokens, head, bias, lse, entropy)
+def _save(plan: BlockPlan, inputs: HeadInputs) -> tuple[Any, Any]:
+    logprobs, entropy, lse = _forward(plan, inputs)
+    return (logprobs, entropy), (inputs, _PerToken(lse, entropy, logprobs, entropy))
+
+
+class _PerToken(NamedTuple):
+    """What the backward pass knows of each token [R, T]: two saved numbers, two cotangents."""
+
+    lse: jax.Array
+    entropy: jax.Array
+    d_logprob: jax.Array
+    d_entropy: jax.Array
+
+
+class _Grads(NamedTuple):
+    """Gradients being summed in float32; `matrix` and `bias` cover what the loop at hand covers."""
+
+    hidden: jax.Array
+    matrix: jax.Array
+    bias: jax.Array | None
+    temperature: jax.Array
 
 
 def _slope(
-    plan: BlockPlan,
-    x: jax.Array,
-    start: Any,
-    tokens: _Tokens,
-    lse: Any,
-    entropy: Any,
-    g_logprob: Any,
-    g_entropy: Any,
+    plan: BlockPlan, x: jax.Array, start: ArrayLike, targets: jax.Array, token: _PerToken
 ) -> jax.Array:
-    """∂loss/∂x for one block of scaled logits x [R, C, width]."""
-    logp = jnp.maximum(x - lse[..., None], _LOG_ZERO)
-    pull = g_logprob[..., None]
+    """Gradient of the loss with respect to one block of scaled logits x [R, C, width]."""
+    logp = jnp.maximum(x - token.lse[..., None], _LOG_ZERO)
+    pull = token.d_logprob[..., None]
     if plan.entropy:
-        pull = pull + g_entropy[..., None] * (logp + entropy[..., None])
-    hit = start + lax.broadcasted_iota(jnp.int32, x.shape, 2) == tokens.targets[..., None]
-    return jnp.where(hit, g_logprob[..., None], 0.0) - jnp.exp(logp) * pull
+        pull = pull + token.d_entropy[..., None] * (logp + token.entropy[..., None])
+    hit = start + lax.broadcasted_iota(jnp.int32, x.shape, 2) == targets[..., None]
+    return jnp.where(hit, token.d_logprob[..., None], 0.0) - jnp.exp(logp) * pull
 
 
-def _bwd(plan: BlockPlan, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+def _add(total: jax.Array, part: jax.Array, start: ArrayLike) -> jax.Array:
+    """Add `part` into the positions of `total` from `start` on, in place under jit."""
+    old = lax.dynamic_slice_in_dim(total, start, part.shape[1], 1)
+    return lax.dynamic_update_slice_in_dim(total, old + part, start, 1)
+
+
+def _add_chunk(
+    plan: BlockPlan, grads: _Grads, part: HeadInputs, token: _PerToken, start: Any, at: Any
+) -> _Grads:
+    """Add what one block (chunk `at` of positions, columns from `start`) gives to each gradient."""
+    raw = part.raw_logits(plan.softcap)
+    x = part.over_temperature(raw)
+    d_x = _slope(plan, x, start, part.targets, token)
+    d_raw = part.over_temperature(d_x)
+    if plan.softcap is not None:
+        d_raw = d_raw * (1 - jnp.square(raw / plan.softcap))
+    wide = jnp.promote_types(part.hidden.dtype, part.matrix.dtype)
+    dtype = wide if wide == jnp.bfloat16 else jnp.float32  # float16 would underflow
+    dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    d_dot, hidden, matrix = (y.astype(dtype) for y in (d_raw, part.hidden, part.matrix))
+    # x is -inf where d_x is 0 for a banned token; the temperature's own 1/T comes at the end.
+    d_heat = -(d_x * jnp.maximum(x, jnp.finfo(jnp.float32).min)).sum(-1)
+    return _Grads(
+        _add(grads.hidden, dot(f"rtv,{part.layout}->rtd", d_dot, matrix), at),
+        grads.matrix + dot("rtd,rtv->dv", hidden, d_dot),
+        None if grads.bias is None else grads.bias + d_raw.sum((0, 1)),
+        _add(grads.temperature, d_heat, at),
+    )
+
+
+def _backward(plan: BlockPlan, saved: Any, cotangents: Any) -> tuple[HeadInputs]:
     """Vocabulary blocks outside, chunks of positions inside.
 
-    So one [D, width] block of the head's gradient is summed over all positions in float32 and
-    written once in the head's dtype, without a float32 copy of the whole head.
+    So the gradient of one block of the head is summed over all positions in float32 and written
+    once in the head's dtype, without a float32 copy of the whole head.
     """
-    tokens, head, bias, lse, entropy = saved
-    g_logprob, g_entropy = cotangents
-    length = tokens.targets.shape[1]
-    dtype = jnp.promote_types(tokens.hidden.dtype, head.dtype)
-    narrow = dtype if dtype == jnp.bfloat16 else jnp.float32
-    dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    inputs, token = saved
+    token = token._replace(d_logprob=cotangents[0], d_entropy=cotangents[1])
+    axis = inputs.layout.index("v")
 
-    def over_vocab(grads: Any, start: Any, width: int) -> Any:
-        weight, shift = _cut(head, start, width, 1), _cut(bias, start, width, 0)
+    def over_vocab(grads: _Grads, start: ArrayLike, width: int) -> _Grads:
+        block = inputs.block(start, width)
 
-        def over_positions(carry: Any, at: Any, size: int) -> Any:
-            d_hidden, d_weight, d_shift, d_temperature = carry
-            part = tokens.cut(at, size)
-            here = [_cut(x, at, size, 1) for x in (lse, entropy, g_logprob, g_entropy)]
-            raw = raw_logits(part.hidden, weight, shift, plan.softcap)
-            x = divide(raw, part.temperature)
-            d_x = _slope(plan, x, start, part, *here)
-            d_temperature = _add(d_temperature, -(d_x * x).sum(-1), at, 1)
-            d_raw = divide(d_x, part.temperature)
-            if plan.softcap is not None:
-                d_raw = d_raw * (1 - jnp.square(raw / plan.softcap))
-            d_dot = d_raw.astype(narrow)
-            d_hidden = _add(d_hidden, dot("rtv,dv->rtd", d_dot, weight.astype(narrow)), at, 1)
-            d_weight = d_weight + dot("rtd,rtv->dv", part.hidden.astype(narrow), d_dot)
-            if d_shift is not None:
-                d_shift = d_shift + d_raw.sum((0, 1))
-            return d_hidden, d_weight, d_shift, d_temperature
+        def over_positions(inner: _Grads, at: ArrayLike, size: int) -> _Grads:
+            here = _PerToken(*(lax.dynamic_slice_in_dim(x, at, size, 1) for x in token))
+            return _add_chunk(plan, inner, block.chunk(at, size), here, start, at)
 
-        d_hidden, d_head, d_bias, d_temperature = grads
-        zeros = jnp.zeros(weight.shape, jnp.float32)
-        d_shift = None if shift is None else jnp.zeros(shift.shape, jnp.float32)
-        inner = (d_hidden, zeros, d_shift, d_temperature)
-        d_hidden, d_weight, d_shift, d_temperature = _fold(
-            over_positions, inner, length, plan.positions
-        )
-        d_head = _put(d_head, d_weight, start, 1)
-        d_bias = None if d_bias is None else _put(d_bias, d_shift, start, 0)
-        return d_hidden, d_head, d_bias, d_temperature
+        bias = None if block.bias is None else jnp.zeros(width, jnp.float32)
+        matrix = jnp.zeros((inputs.hidden.shape[-1], width), jnp.float32)
+        inner = grads._replace(matrix=matrix, bias=bias)
+        inner = _fold(over_positions, inner, inputs.targets.shape[1], plan.positions)
 
-    zeros = (
-        jnp.zeros(tokens.hidden.shape, jnp.float32),
-        jnp.zeros_like(head),
-        None if bias is None else jnp.zeros_like(bias),
-        jnp.zeros(tokens.targets.shape, jnp.float32),
+        def put(total: jax.Array, part: jax.Array, along: int) -> jax.Array:
+            part = part.astype(total.dtype)
+            return lax.dynamic_update_slice_in_dim(total, part, start, along)
+
+        # Turned here, once a block: as the output of the product it would turn every [C, width].
+        matrix = inner.matrix if inputs.layout == "dv" else inner.matrix.T
+        bias = None if grads.bias is None else put(grads.bias, inner.bias, 0)
+        return inner._replace(matrix=put(grads.matrix, matrix, axis), bias=bias)
+
+    zeros = _Grads(
+        jnp.zeros(inputs.hidden.shape, jnp.float32),
+        jnp.zeros_like(inputs.matrix),
+        None if inputs.bias is None else jnp.zeros_like(inputs.bias),
+        jnp.zeros(inputs.targets.shape, jnp.float32),
     )
-    d_hidden, d_head, d_bias, d_temperature = _fold(over_vocab, zeros, head.shape[1], plan.vocab)
-    d_temperature = d_temperature / tokens.temperature
-    if tokens.temperature.ndim == 0:
-        d_temperature = d_temperature.sum()
-    return d_hidden.astype(tokens.hidden.dtype), d_head, d_bias, d_temperature, None, None
+    grads = _fold(over_vocab, zeros, inputs.vocab, plan.vocab)
+    d_temperature = grads.temperature / inputs.temperature
+    d_inputs = HeadInputs(
+        hidden=grads.hidden.astype(inputs.hidden.dtype),
+        head=inputs.like_head(grads.matrix),
+        bias=grads.bias,
+        temperature=d_temperature if inputs.temperature.ndim else d_temperature.sum(),
+        targets=None,
+        mask=None,
+    )
+    return (d_inputs,)
 
 
-blocked_logprobs.defvjp(_fwd, _bwd)
+blocked_logprobs.defvjp(_save, _backward)
