@@ -60,7 +60,7 @@ METRICS: Mapping[str, str] = {
     "first_update/clip_fraction": "fraction of policy tokens clipped there: 0",
     "time/iteration_s": "whole iteration, seconds; time/<phase>_s: a phase of it",
     "speed/generated_tokens_per_s": "sampled tokens a second of the rollout phase",
-    "speed/trained_tokens_per_s": "tokens a second of the update phase, prompts included",
+    "speed/trained_tokens_per_s": "tokens a second of the update phase, each pass counted",
     "speed/model_flops_per_s": "floating-point operations a second that the model asks for",
     "packing/efficiency": "fraction of packed cells that hold a token",
     "compilations": "programs compiled so far",
@@ -128,6 +128,14 @@ class MetricsLog:
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record completions with whatever belongs to them (prompt, reward, finish reason)."""
         _append(self._samples, [{"step": step, **_json_safe(row)} for row in rows])
+
+    def __enter__(self) -> MetricsLog:
+        """Nothing to do: it is open."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+        self.close()
 
     def close(self) -> None:
         """Give the trackers a few seconds to finish."""
