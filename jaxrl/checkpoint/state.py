@@ -105,7 +105,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints, oldest save first."""
-        return list(dict.fromkeys(one.step for one in reversed(whole(self.folder))))
+        return list(dict.fromkeys(one.step for one in reversed(self._whole())))
 
     def latest(self) -> int | None:
         """Step of the newest whole checkpoint, or None; warns once of a damaged one."""
@@ -113,11 +113,11 @@ class CheckpointStore:
             if path not in self._passed_over:
                 self._passed_over.add(path)
                 log.warning("passing over the checkpoint %s: %s", path, reason)
-        return next((one.step for one in whole(self.folder)), None)
+        return next((one.step for one in self._whole()), None)
 
     def damaged(self) -> dict[Path, str]:
         """Folders with a checkpoint's name that are not whole, each with the reason."""
-        return {one.path: one.damage for one in scan(self.folder) if one.damage}
+        return {one.path: one.damage for one in self._scan() if one.damage}
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """The state of `step`, to the bit, and the host part that was saved with it.
@@ -147,11 +147,23 @@ class CheckpointStore:
         )
         return nested(arrays, "policy_params"), self._host(found.path)
 
-    def _settled(self) -> CheckpointError | None:
-        """Wait for the writer; its failure, forgotten here so that it blocks nothing later."""
+    def _scan(self) -> list[Found]:
+        self._join()
+        return scan(self.folder)
+
+    def _whole(self) -> list[Found]:
+        self._join()
+        return whole(self.folder)
+
+    def _join(self) -> None:
+        """Wait for the writer; what is asked after a save sees that save."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
+
+    def _settled(self) -> CheckpointError | None:
+        """Wait for the writer; its failure, forgotten here so that it blocks nothing later."""
+        self._join()
         failure, self._failure = self._failure, None
         return failure
 
@@ -198,9 +210,9 @@ class CheckpointStore:
 
     def _open(self, step: int) -> Found:
         """The newest whole save of `step`, every byte of it checked."""
-        found = next((one for one in whole(self.folder) if one.step == step), None)
+        found = next((one for one in self._whole() if one.step == step), None)
         if found is None:
-            reasons = [one.damage for one in scan(self.folder) if one.step == step and one.damage]
+            reasons = [one.damage for one in self._scan() if one.step == step and one.damage]
             raise self._missing(step, "; ".join(reasons))
         if found.version != FORMAT_VERSION:
             raise CheckpointError(
