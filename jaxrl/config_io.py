@@ -46,8 +46,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for (key, _), name in zip(node.value, names, strict=True):
-            if names.count(name) > 1:
+        for i, ((key, _), name) in enumerate(zip(node.value, names, strict=True)):
+            if name in names[:i]:
                 problem = f"{name!r} is given twice"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
         return super().construct_mapping(node, deep=deep)
@@ -142,10 +142,12 @@ def _override(merged: dict[str, Any], override: str) -> None:
     value = check_layer(_parse(text, f"{key}: "), kind, key)
     place: Any = merged
     for part in path[:-1]:
-        place = _enter(place, part, key)
+        _must_hold(place, part, key)
+        if isinstance(part, str) and place.get(part) is None:
+            place[part] = {}  # an optional section that was null, or a new mapping
+        place = place[part]
     last = path[-1]
-    if isinstance(last, int):
-        _enter(place, last, key)
+    _must_hold(place, last, key)
     section = section_of(kind)
     if section is not None and isinstance(value, dict) and isinstance(place[last], dict):
         _merge(place[last], value, section)
@@ -153,16 +155,13 @@ def _override(merged: dict[str, Any], override: str) -> None:
         place[last] = value
 
 
-def _enter(place: Any, part: str | int, key: str) -> Any:
-    """What lies at `part`; an optional section that is null is made."""
-    if isinstance(place, str):
+def _must_hold(place: Any, part: str | int, key: str) -> None:
+    if isinstance(place, str) and "${" in place:
         raise ConfigError(f"{key}: the section is {place!r}; set the key where that refers to")
-    if isinstance(part, int):
-        if part >= len(place):
-            raise ConfigError(f"{key}: the list has {len(place)} entries, so there is no [{part}]")
-    elif place.get(part) is None:
-        place[part] = {}
-    return place[part]
+    if not isinstance(place, dict if isinstance(part, str) else list):
+        raise ConfigError(f"{key}: {place!r} is there, which has no {part!r} in it")
+    if isinstance(part, int) and part >= len(place):
+        raise ConfigError(f"{key}: the list has {len(place)} entries, so there is no [{part}]")
 
 
 def _merge(base: dict[str, Any], layer: dict[str, Any], cls: type) -> None:
