@@ -103,9 +103,12 @@ def test_whitening_agrees_with_numpy(mask: list, ddof: int, shift_mean: bool, se
         expected[m] = (x[m] - mean) / np.sqrt(var + 1e-8) + (0 if shift_mean else mean)
     elif m.any():
         expected[m] = 0 if shift_mean else x[m].mean()
-    got = whiten(x, m, ddof=ddof, shift_mean=shift_mean)
+    got = jit_whiten(x, m, ddof=ddof, shift_mean=shift_mean)
     # One cell away from its rounded mean by 1e-7 is divided by √1e-8.
     close(got, expected, atol=1e-5 if m.sum() > 1 else 1e-3, rtol=1e-5)
+
+
+jit_whiten = jax.jit(whiten, static_argnames=("ddof", "shift_mean"))
 
 
 def test_whitened_masked_cells_are_zero_and_poison_free() -> None:
@@ -217,7 +220,13 @@ def test_segments_agree_with_the_loop(mask: list, ids: list, seed: int) -> None:
         "seq-mean-token-sum-norm": np.concatenate(sequences).sum() / 5,
     }
     for mode, value in expected.items():
-        close(aggregate(x, m, mode=mode, segment_ids=s, horizon=5), value, atol=2e-6)
+        close(jit_aggregate(x, m, s, mode=mode), value, atol=2e-6)
+
+
+jit_aggregate = jax.jit(
+    lambda x, m, s, mode: aggregate(x, m, mode=mode, segment_ids=s, horizon=5),
+    static_argnames="mode",
+)
 
 
 def test_aggregate_works_under_jit_vmap_and_on_one_row() -> None:

@@ -1,0 +1,118 @@
+"""What `import jaxrl` promises: names, signatures, result fields, and examples that run."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import typing
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrl
+
+SIGNATURES = {
+    "gae": "rewards, values, mask, *, gamma=1.0, lam=0.95, bootstrap=None, segment_ids=None",
+    "group_advantages": "scores, group_ids, num_groups, *, scale='std', ddof=0, eps=1e-06, "
+    "mask=None",
+    "masked_mean": "x, mask, *, axis=None",
+    "whiten": "x, mask, *, shift_mean=True, ddof=0, eps=1e-08",
+    "aggregate": "per_token, mask, *, mode, segment_ids=None, horizon=None, denominator=None",
+    "token_logprobs": "hidden, head, targets, *, chunk_size=1024, temperature=1.0, bias=None, "
+    "softcap=None, mask=None",
+    "token_logprobs_and_entropy": "hidden, head, targets, *, chunk_size=1024, temperature=1.0, "
+    "bias=None, softcap=None, mask=None",
+    "ppo_policy_loss": "logprobs, old_logprobs, advantages, *, clip_low=0.2, clip_high=0.2, "
+    "dual_clip=None, mask=None",
+    "ppo_value_loss": "values, old_values, returns, *, clip=0.2, mask=None",
+    "kl_estimate": "logprobs, ref_logprobs, *, kind='k1', mask=None",
+    "token_rewards": "scores, mask, *, kl=None, kl_coef=0.0, segment_ids=None, score_mask=None",
+    "importance_weights": "logprobs, behaviour_logprobs, mask, *, level='token', cap=None, "
+    "segment_ids=None",
+    "explained_variance": "values, returns, mask",
+    "adaptive_kl_coef": "coef, observed_kl, *, target, horizon, n",
+    "sum_finite": "parts",
+}
+FIELDS = {
+    "Advantages": ("advantages", "returns"),
+    "PolicyLoss": ("per_token", "ratio", "clipped", "dual_clipped"),
+    "ValueLoss": ("per_token", "clipped"),
+}
+MATHS = ("advantages", "logprobs", "losses", "reduce", "rewards")
+
+
+def test_all_is_literal_sorted_complete_and_importable() -> None:
+    tree = ast.parse(Path(str(jaxrl.__file__)).read_text(encoding="utf-8"))
+    assignments = [n for n in tree.body if isinstance(n, ast.Assign)]
+    literal = ast.literal_eval(assignments[0].value)
+    assert literal == jaxrl.__all__ == sorted(literal)
+    assert set(literal) == {*SIGNATURES, *FIELDS, "Weighted"}
+    assert all(hasattr(jaxrl, name) for name in literal)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_pinned(name: str) -> None:
+    signature = inspect.signature(getattr(jaxrl, name))
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    given = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    assert given == f"({SIGNATURES[name]})"
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_everything_is_annotated_and_the_annotations_resolve(name: str) -> None:
+    function = getattr(jaxrl, name)
+    hints = typing.get_type_hints(function)
+    assert set(hints) == {*inspect.signature(function).parameters, "return"}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_result_fields_are_pinned(name: str) -> None:
+    assert getattr(jaxrl, name)._fields == FIELDS[name]
+
+
+@pytest.mark.parametrize("module", MATHS)
+def test_the_examples_in_the_docstrings_run(module: str) -> None:
+    names = {"jnp": jnp, "jax": jax}
+    result = doctest.testmod(importlib.import_module(f"jaxrl.{module}"), extraglobs=names)
+    assert result.failed == 0 and result.attempted > 0
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_every_function_states_its_contract(name: str) -> None:
+    doc = inspect.getdoc(getattr(jaxrl, name)) or ""
+    assert ">>> " in doc
+    if name not in ("sum_finite", "token_logprobs_and_entropy"):  # the second refers to the first
+        missing = [word for word in ("Args:", "Returns:", "Raises:", "Source:") if word not in doc]
+        assert not missing
+    assert len(doc.splitlines()[0]) < 100 and doc.splitlines()[0].endswith(".")
+
+
+def own_loss(x: Any, m: Any) -> Any:
+    """Rewards to loss with nothing but the public names, as one jitted function."""
+    rewards = jaxrl.token_rewards(x.sum(-1), m, kl=jaxrl.kl_estimate(x, 0.9 * x), kl_coef=0.1)
+    a, returns = jaxrl.gae(rewards, x, m)
+    a = jaxrl.whiten(a, m)
+    policy = jaxrl.ppo_policy_loss(x, 0.9 * x, a, mask=m)
+    value = jaxrl.ppo_value_loss(x, 0.9 * x, returns, mask=m)
+    weights = jaxrl.importance_weights(x, 0.9 * x, m)
+    loss = jaxrl.aggregate(weights * policy.per_token + value.per_token, m, mode="token-mean")
+    return loss + jaxrl.explained_variance(x, returns, m) + jaxrl.masked_mean(policy.clipped, m)
+
+
+def test_the_functions_compose_under_jit_and_grad() -> None:
+    x = np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32)
+    m = np.arange(7)[None] < np.array([[7], [3], [0]])
+    value, g = jax.jit(jax.value_and_grad(own_loss))(np.where(m, x, 0), m)
+    assert np.isfinite(value) and np.isfinite(g).all() and np.any(g)
+
+
+def test_arrays_of_other_ranks_are_never_broadcast() -> None:
+    assert jax.config.jax_numpy_rank_promotion == "raise"
+    with pytest.raises(ValueError, match="rank_promotion"):
+        jnp.zeros((2, 3)) + jnp.zeros(3)
