@@ -61,8 +61,10 @@ def damage(folder: Path, *, contents: bool = False) -> str | None:
     if manifest is None:
         return f"{folder / MANIFEST} is missing or unreadable"
     files = manifest.get("files")
-    if not isinstance(files, dict):
-        return f"{folder / MANIFEST} lists no files"
+    if not isinstance(files, dict) or not all(
+        isinstance(entry, dict) and {"bytes", "crc32"} <= entry.keys() for entry in files.values()
+    ):
+        return f"{folder / MANIFEST} does not list files with bytes and crc32"
     for name, entry in files.items():
         try:
             size = (folder / name).stat().st_size
