@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -50,7 +51,8 @@ class PromptCursor:
                 self._position = 0
                 self._order = self._order_of(self._epoch)
             upto = min(self._position + count - len(taken), len(self._prompts))
-            taken += [self._prompts[row] for row in self._order[self._position : upto]]
+            rows = self._order[self._position : upto]
+            taken += [dataclasses.replace(self._prompts[row], epoch=self._epoch) for row in rows]
             self._position = upto
         return taken
 

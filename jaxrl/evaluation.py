@@ -7,22 +7,20 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.scoring import Scores
 from jaxrl.setup import Run
 from jaxrl.types import Trajectory
 
 __all__ = ["evaluate", "sample_rows", "score_trajectories"]
 
 
-def score_trajectories(run: Run, trajectories: Sequence[Trajectory]) -> Any:
+def score_trajectories(run: Run, trajectories: Sequence[Trajectory]) -> Scores:
     """Scores of the completions as text; ids are decoded once, for the reward functions only."""
     completions = [
         run.tokenizer.decode(t.response_ids, skip_special_tokens=True) for t in trajectories
     ]
     return run.scorer.score(
-        prompts=[t.prompt.text for t in trajectories],
-        completions=completions,
-        completion_ids=[list(t.response_ids) for t in trajectories],
-        columns=[t.prompt.columns for t in trajectories],
+        [t.prompt for t in trajectories], completions, [t.response_ids for t in trajectories]
     )
 
 

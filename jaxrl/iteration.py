@@ -15,6 +15,7 @@ from jaxrl.evaluation import score_trajectories
 from jaxrl.packing import Plan, pack, plan
 from jaxrl.progress import Progress
 from jaxrl.rewards import adaptive_kl_coef
+from jaxrl.scoring import Scores
 from jaxrl.setup import Run
 from jaxrl.sharding import batch_sharding, row_multiple
 from jaxrl.stopping import StopSignal
@@ -123,7 +124,7 @@ def _metrics(
     run: Run,
     state: TrainState,
     trajectories: Sequence[Trajectory],
-    scores: Any,
+    scores: Scores,
     layout: Plan,
     figures: dict[str, Any],
     per_update: list[dict[str, Any]],

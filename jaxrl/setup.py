@@ -6,7 +6,6 @@ first four are known to be good.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,9 +19,10 @@ from jaxrl.checkpoint.hf import check_tokenizer_fits, load_hf_config
 from jaxrl.config import Config
 from jaxrl.config_checks import check_config
 from jaxrl.critic import make_forward
-from jaxrl.data import PromptCursor, build_prompts, load_rows, load_tokenizer
+from jaxrl.data import PromptCursor, load_prompts, load_tokenizer
 from jaxrl.errors import ConfigError
-from jaxrl.models import Model, ModelConfig, weight_table
+from jaxrl.models import Model, ModelConfig
+from jaxrl.named_function import load_function
 from jaxrl.rollout.engine import RolloutEngine
 from jaxrl.rollout.trainside import TrainsideEngine
 from jaxrl.scoring import Scorer
@@ -32,7 +32,7 @@ from jaxrl.steps import make_advantage_step, make_score_step
 from jaxrl.types import Prompt, Sampling
 from jaxrl.update import make_update_step
 
-__all__ = ["Run", "Steps", "build", "import_function"]
+__all__ = ["Run", "Steps", "build"]
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,10 @@ class Run:
     sampling: Sampling
     eval_sampling: Sampling
 
-
-def import_function(name: str, key: str) -> Callable[..., Any]:
-    """The function behind ``module:function``.
-
-    Raises:
-        ConfigError: Naming the setting `key` when there is no such function.
-    """
-    module, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{key}={name!r} cannot be imported ({error}); give module:function") from error
-    return function
+    def close(self) -> None:
+        """End the reward worker and let go of the engine's weights."""
+        self.scorer.close()
+        self.engine.close()
 
 
 def build(config: Config) -> Run:
@@ -92,29 +83,28 @@ def build(config: Config) -> Run:
         _check_critic_shape(config.critic.path, model_config)
     tokenizer = load_tokenizer(folder)
     check_tokenizer_fits(tokenizer, model_config)
-    prompts, counts = build_prompts(
-        load_rows(config.data.train), tokenizer, config.data, vocab_size=model_config.vocab_size
-    )
-    eval_prompts: list[Prompt] = []
+    vocab = model_config.vocab_size
+    prompts, counts = load_prompts(config.data.train, tokenizer, config.data, vocab_size=vocab)
+    held_out: list[Prompt] = []
     if config.data.eval is not None:
-        eval_prompts, _ = build_prompts(
-            load_rows(config.data.eval), tokenizer, config.data, vocab_size=model_config.vocab_size
-        )
-    scorer = Scorer(config.reward.functions, config.reward.timeout_s, config.reward.on_invalid)
+        held_out, _ = load_prompts(config.data.eval, tokenizer, config.data, vocab_size=vocab)
+    sampling = _sampling(config, folder, tokenizer)
     mesh = make_mesh(config.mesh)
     optimizers = make_optimizers(config)
-    sampling = _sampling(config, folder, tokenizer)
+    steps = _steps(config, model, mesh, optimizers)
+    scorer = Scorer(config.reward.functions, config.reward.timeout_s, config.reward.on_invalid)
+    scorer.probe(prompts)
     return Run(
         config=config,
         model=model,
         tokenizer=tokenizer,
         mesh=mesh,
         cursor=PromptCursor(prompts, seed=config.seed, shuffle=config.data.shuffle),
-        eval_prompts=eval_prompts,
+        eval_prompts=held_out,
         prompt_counts=counts,
         scorer=scorer,
         engine=TrainsideEngine(model, batch_size=config.rollout.batch_size),
-        steps=_steps(config, model, mesh, optimizers),
+        steps=steps,
         optimizers=optimizers,
         sampling=sampling,
         eval_sampling=replace(
@@ -131,7 +121,11 @@ def build(config: Config) -> Run:
 def _model_folder(config: Config) -> str:
     folder = Path(config.model.path)
     if config.model.make is not None and not (folder / "config.json").exists():
-        import_function(config.model.make, "model.make")(str(folder), config.seed)
+        try:
+            make = load_function(config.model.make)
+        except ImportError as error:
+            raise ConfigError(f"model.make={config.model.make!r} cannot be used: {error}") from error
+        make(str(folder), config.seed)
     return str(folder)
 
 

@@ -2,88 +2,141 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import jax
-
-from jaxrl.checkpoint.hf_export import export_hf
 from jaxrl.checkpoint.state import CheckpointStore
 from jaxrl.config import Config
-from jaxrl.config_io import config_to_dict, save_config
+from jaxrl.config_io import config_to_dict
 from jaxrl.errors import CheckpointError, TrainingError
 from jaxrl.evaluation import evaluate, sample_rows
 from jaxrl.flops import iteration_flops
 from jaxrl.iteration import iterate, rollout_seed
 from jaxrl.metrics import MetricsLog
 from jaxrl.progress import Progress
-from jaxrl.report import write_report
 from jaxrl.setup import Run
 from jaxrl.state import abstract_state, fresh_state, reference_params
 from jaxrl.stopping import StopRequested, StopSignal
-from jaxrl.types import TrainState
+from jaxrl.types import TrainState, Trajectory
 
-__all__ = ["open_store", "train"]
+__all__ = ["check_resume", "start", "train"]
+
+_EVAL_STREAM = 1 << 32
+"""Keeps the seeds of evaluations apart from those of rollouts."""
 
 
-def open_store(config: Config) -> CheckpointStore:
-    """The run's checkpoints, with `resume` honoured.
+def check_resume(config: Config, store: CheckpointStore) -> int | None:
+    """Iteration to go on from, or None to start anew; `resume` is honoured.
 
     Raises:
-        CheckpointError: resume=never and there is one, or resume=must and there is none.
+        CheckpointError: resume=never and there is a checkpoint, or resume=must and there is none.
     """
-    folder = Path(config.run_dir) / "checkpoints"
-    store = CheckpointStore(folder, keep=config.checkpoint.keep)
     latest = store.latest()
     if config.resume == "never" and latest is not None:
         raise CheckpointError(
-            f"resume=never, but {folder} holds a checkpoint of iteration {latest}; "
+            f"resume=never, but {store.folder} holds a checkpoint of iteration {latest}; "
             "set resume=auto to go on from it, or give another run_dir"
         )
-    if config.resume == "must" and latest is None:
+    if latest is None and (config.resume == "must" or store.damaged()):
+        found = "".join(f"; {path.name}: {why}" for path, why in store.damaged().items())
         raise CheckpointError(
-            f"resume=must, but {folder} holds no whole checkpoint; set resume=auto to start anew"
+            f"resume={config.resume}, but {store.folder} holds no whole checkpoint{found}; "
+            "remove what is left there to start anew, or give another run_dir"
         )
-    return store
+    return latest
 
 
-def train(run: Run, store: CheckpointStore) -> TrainState:
-    """Run the configured iterations; returns the last state.
+def start(run: Run, store: CheckpointStore) -> TrainState:
+    """The state of the newest checkpoint, with the prompt cursor put back, or a fresh one."""
+    latest = check_resume(run.config, store)
+    if latest is None:
+        return fresh_state(run.config, run.model, run.mesh, run.optimizers)
+    like = abstract_state(run.config, run.model, run.mesh, run.optimizers)
+    state, host = store.restore(latest, like)
+    run.cursor.restore(host["cursor"])
+    return state
 
-    The state on disk is always that of a finished iteration, together with the prompt cursor at that
-    point. A stop request saves the last finished iteration and returns.
+
+def train(run: Run, store: CheckpointStore, state: TrainState) -> TrainState:
+    """Run the iterations that are left; returns the last state.
+
+    What is saved is always the state of a finished iteration with the prompt cursor of that moment.
+    A stop request saves the last finished iteration and returns.
     """
-    config = run.config
-    state = _start(run, store)
+    config, first = run.config, int(state.iteration)
     reference = reference_params(config, run.model, run.mesh) if config.needs_reference else None
-    first = int(state.iteration)
-    log = MetricsLog(Path(config.run_dir), tensorboard=config.log.tensorboard, resume_step=first)
+    log = MetricsLog(
+        config.run_dir, tensorboard=config.log.tensorboard, resume_step=first if first else None
+    )
     progress = Progress(config.iterations, enabled=config.log.progress, start=first)
-    finished = _host_state(run)
-    with StopSignal() as stop, log, progress:
+    host = _host_state(run)
+    with StopSignal() as stop, progress:
         try:
             run.engine.publish(state.policy_params, first)
             if first == 0:
                 log.write(0, _evaluate(run, log, progress, 0))
+            progress.reset()
             while int(state.iteration) < config.iterations:
                 stop.check()
-                state, metrics, trajectories, scores = iterate(run, state, reference, progress, stop)
-                done = int(state.iteration)
-                finished = _host_state(run)
+                state, metrics, trajectories, scores = iterate(
+                    run, state, reference, progress, stop
+                )
+                host, done = _host_state(run), int(state.iteration)
                 if _is_due(config.eval.every, done, config.iterations):
                     metrics |= _evaluate(run, log, progress, done)
-                metrics |= progress.finish(done, metrics, **_work(run, trajectories, metrics))
+                if _is_due(config.checkpoint.every, done, config.iterations):
+                    with progress.phase("checkpoint"):
+                        store.save(done, state, host)
                 metrics["compilations"] = float(run.steps.compilations + run.engine.compilations)
+                metrics |= progress.finish(done, metrics, **_work(run, trajectories, metrics))
                 log.write(done, metrics)
                 log.samples(done, sample_rows(run, trajectories, scores, config.log.samples))
                 _check_health(config, state)
-                if _is_due(config.checkpoint.every, done, config.iterations):
-                    with progress.phase("checkpoint"):
-                        store.save(done, state, finished)
         except StopRequested as request:
-            progress.note(f"{request}: saving iteration {int(state.iteration)} and stopping")
+            progress.note(f"{request}: saving iteration {int(state.iteration)}, then stopping")
             if store.latest() != int(state.iteration):
-                store.save(int(state.iteration), state, finished)
+                store.save(int(state.iteration), state, host)
         finally:
+            log.close()
             store.wait()
     return state
+
+
+def _host_state(run: Run) -> dict[str, Any]:
+    """What a checkpoint holds beside the arrays."""
+    return {"cursor": run.cursor.state(), "config": config_to_dict(run.config)}
+
+
+def _is_due(every: int, done: int, total: int) -> bool:
+    return done == total or (every > 0 and done % every == 0)
+
+
+def _evaluate(run: Run, log: MetricsLog, progress: Progress, done: int) -> dict[str, float]:
+    if not run.eval_prompts:
+        return {}
+    with progress.phase("eval"):
+        metrics, rows = evaluate(run, seed=rollout_seed(run.config.seed, done + _EVAL_STREAM))
+    log.samples(done, [row | {"held_out": True} for row in rows])
+    return metrics
+
+
+def _check_health(config: Config, state: TrainState) -> None:
+    """Stop before a run of skipped updates wastes the night; nothing non-finite was ever applied."""
+    skipped = int(state.skipped_in_a_row)
+    if skipped >= config.algorithm.max_skipped_in_a_row:
+        raise TrainingError(
+            f"{skipped} updates in a row had a non-finite loss or gradient "
+            f"(algorithm.max_skipped_in_a_row={config.algorithm.max_skipped_in_a_row}); parameters "
+            "are those before them. Lower optim.policy.lr or look at rewards and log-probabilities"
+        )
+
+
+def _work(
+    run: Run, trajectories: list[Trajectory], metrics: dict[str, float]
+) -> dict[str, float]:
+    """What the iteration did, for rates."""
+    flops = iteration_flops(run.config, run.model.config, trajectories)
+    return {
+        "generated_tokens": metrics["rollout/tokens"],
+        "trained_tokens": metrics["packing/tokens"] * run.config.algorithm.epochs,
+        "model_flops": sum(flops.values()),
+    }

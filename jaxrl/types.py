@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -40,6 +40,7 @@ Array = jax.Array | np.ndarray
 T = TypeVar("T")
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 def pytree(cls: type[T]) -> type[T]:
     """Make `cls` a frozen, keyword-only dataclass that JAX treats as a tree of its fields."""
     cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
@@ -57,6 +58,8 @@ class Prompt:
     """Token ids the engine continues, generation header included."""
     text: str
     """The prompt as text, for reward functions and samples."""
+    epoch: int = 0
+    """In which pass over the prompt set it was taken; with the row, it makes each request's seed its own."""
     columns: Mapping[str, Any]
     """Every other column of the row, handed to the reward functions."""
 

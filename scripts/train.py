@@ -47,13 +47,13 @@ def main(argv: list[str] | None = None) -> int:
         if flags.print_config:
             return 0
         # Imported late: --help and a wrong setting answer at once.
-        from jaxrl import trainer
+        from jaxrl import commands
 
         if flags.dry_run:
-            return trainer.dry_run(config)
+            return commands.dry_run(config)
         if flags.eval:
-            return trainer.evaluate_only(config)
-        return trainer.run(config)
+            return commands.evaluate_only(config)
+        return commands.run(config)
     except JaxrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

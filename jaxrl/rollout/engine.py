@@ -7,12 +7,12 @@ asked for in the same call.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import RolloutError
@@ -46,25 +46,31 @@ class RolloutEngine(Protocol):
         ...
 
 
-def request_keys(seed: int, rows: Sequence[int], samples: Sequence[int]) -> jax.Array:
-    """One random key a completion, from (seed, prompt row, sample) and nothing else.
+def request_keys(
+    seed: int, rows: Sequence[int], samples: Sequence[int], epochs: Sequence[int] | None = None
+) -> jax.Array:
+    """One random key a completion, from (seed, prompt row, sample, epoch) and nothing else.
 
     Args:
         seed: any whole number; the trainer gives one an iteration.
         rows: [requests] `Prompt.row` of each completion.
         samples: [requests] which of the prompt's samples each is.
+        epochs: [requests] `Prompt.epoch`: a row that a batch holds twice, because the prompt set is
+            smaller, is not sampled twice alike. None: all 0.
 
     Returns:
         Typed keys [requests]. An engine that takes integer seeds reads `jax.random.key_data`.
     """
     # A key takes 32 bits; the upper ones are folded in so that no two seeds coincide silently.
-    root = jax.random.key(seed & 0xFFFFFFFF, impl="threefry2x32")
-    root = jax.random.fold_in(root, (seed >> 32) & 0xFFFFFFFF)
-    row_array, sample_array = (
-        jnp.asarray(np.asarray(x, np.int64).astype(np.uint32)) for x in (rows, samples)
-    )
+    words = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32)
+    return _fold(words, *(np.asarray(x, np.int64).astype(np.uint32) for x in (rows, samples)))
+
+
+@jax.jit
+def _fold(words: jax.Array, rows: jax.Array, samples: jax.Array) -> jax.Array:
+    root = jax.random.fold_in(jax.random.key(words[0], impl="threefry2x32"), words[1])
     return jax.vmap(lambda row, sample: jax.random.fold_in(jax.random.fold_in(root, row), sample))(
-        row_array, sample_array
+        rows, samples
     )
 
 

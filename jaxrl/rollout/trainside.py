@@ -137,20 +137,20 @@ class TrainsideEngine:
         tokens = np.full((batch.prompts, batch.columns), self._pad, np.int32)
         lengths = np.zeros(batch.prompts, np.int32)
         rows = np.zeros((batch.prompts, batch.samples), np.int64)
-        numbers = np.zeros((batch.prompts, batch.samples), np.int64)
+        numbers, epochs = np.zeros_like(rows), np.zeros_like(rows)
         live = np.zeros((batch.prompts, batch.samples), bool)
         for i in range(batch.prompts):
             unit = batch.units[i if i < len(batch.units) else 0]
             prompt = prompts[unit.prompt]
             lengths[i] = len(prompt.ids)
             tokens[i, batch.columns - len(prompt.ids) :] = prompt.ids
-            rows[i] = prompt.row
+            rows[i], epochs[i] = prompt.row, prompt.epoch
             numbers[i] = unit.first + np.arange(batch.samples)
             live[i, : unit.count] = i < len(batch.units)
         return Request(
             tokens=jnp.asarray(tokens),
             lengths=jnp.asarray(lengths),
-            keys=request_keys(seed, rows.ravel(), numbers.ravel()),
+            keys=request_keys(seed, rows.ravel(), numbers.ravel(), epochs.ravel()),
             live=jnp.asarray(live.ravel()),
             stop_ids=jnp.asarray(sampling.stop_token_ids, jnp.int32),
             knobs=Knobs.of(sampling),

@@ -1,0 +1,154 @@
+"""What `scripts/train.py` does: a whole run, a dry run, an evaluation. Each returns an exit status."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl.checkpoint.hf_export import export_hf
+from jaxrl.checkpoint.state import CheckpointStore
+from jaxrl.config import Config
+from jaxrl.config_checks import check_config
+from jaxrl.config_io import save_config
+from jaxrl.errors import CheckpointError
+from jaxrl.evaluation import evaluate
+from jaxrl.iteration import plan_for, rollout_seed
+from jaxrl.metrics import read_metrics
+from jaxrl.packing import pack
+from jaxrl.report import write_report
+from jaxrl.setup import Run, build
+from jaxrl.sharding import batch_sharding, row_multiple
+from jaxrl.state import reference_params
+from jaxrl.trainer import check_resume, start, train
+from jaxrl.types import TrainState
+
+__all__ = ["dry_run", "evaluate_only", "run"]
+
+
+def run(config: Config) -> int:
+    """Train to the last iteration, then write curves and the Hugging Face export."""
+    check_config(config)
+    folder = _run_folder(config)
+    with closing(_store(config)) as store:
+        check_resume(config, store)
+        save_config(config, folder / "config.yaml")
+        with closing(build(config)) as ready:
+            state = train(ready, store, start(ready, store))
+            _close_run(ready, state)
+    return 0 if int(state.iteration) == config.iterations else 3
+
+
+def _run_folder(config: Config) -> Path:
+    folder = Path(config.run_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"run_dir={config.run_dir} cannot be made ({error}); give a folder that can be written"
+        ) from error
+    return folder
+
+
+def _store(config: Config) -> CheckpointStore:
+    return CheckpointStore(Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep)
+
+
+def _close_run(ready: Run, state: TrainState) -> None:
+    """Curves, export, and the few lines a person came for."""
+    config, done = ready.config, int(state.iteration)
+    picture = write_report(config.run_dir)
+    scores = [row for row in read_metrics(config.run_dir) if "eval/score" in row]
+    if scores:
+        first, last = scores[0], scores[-1]
+        print(
+            f"held-out score  before {first['eval/score']:.3f}  after {last['eval/score']:.3f}  "
+            f"({len(ready.eval_prompts)} prompts, iteration {last['step']} of {config.iterations})"
+        )
+    print(f"curves          {picture}")
+    if done < config.iterations:
+        print(f"stopped at iteration {done}; the same command goes on from there")
+    elif config.checkpoint.export:
+        out = export_hf(
+            Path(config.run_dir) / "export",
+            state.policy_params,
+            ready.model.config,
+            source=config.model.path,
+        )
+        print(f"export          {out}")
+
+
+def evaluate_only(config: Config) -> int:
+    """Score the held-out prompts with the newest checkpoint, or with the model as it came."""
+    check_config(config)
+    with closing(_store(config)) as store, closing(build(config)) as ready:
+        if not ready.eval_prompts:
+            print("data.eval is null: there is nothing to evaluate")
+            return 1
+        latest = store.latest()
+        if latest is None:
+            params = reference_params(config, ready.model, ready.mesh)
+        else:
+            params, _ = store.restore_policy(latest)
+        ready.engine.publish(params, latest or 0)
+        metrics, rows = evaluate(ready, seed=rollout_seed(config.seed, 0))
+    for row in rows[: config.log.samples]:
+        print(f"{row['score']:6.2f}  {row['prompt']!r} -> {row['completion']!r}")
+    what = "the untrained model" if latest is None else f"iteration {latest}"
+    print(", ".join(f"{name} {value:.4g}" for name, value in metrics.items()), f"({what})")
+    return 0
+
+
+def dry_run(config: Config) -> int:
+    """Sample and score one batch, compile every step for it, train nothing, write nothing."""
+    check_config(config)
+    with closing(_store(config)) as store, closing(build(config)) as ready:
+        check_resume(config, store)
+        state = start(ready, store)
+        ready.engine.publish(state.policy_params, 0)
+        for name, (seconds, detail) in _rehearse(ready, state).items():
+            print(f"{name:10s} {seconds:7.1f} s  {detail}")
+    print("dry run: everything was checked and compiled, nothing was trained")
+    return 0
+
+
+def _rehearse(ready: Run, state: TrainState) -> dict[str, tuple[float, str]]:
+    """Seconds and a word on each stage; updates are compiled and not executed."""
+    from jaxrl.evaluation import score_trajectories
+
+    config, found = ready.config, {}
+    clock = time.perf_counter()
+
+    def lap(name: str, detail: str) -> None:
+        nonlocal clock
+        found[name] = (time.perf_counter() - clock, detail)
+        clock = time.perf_counter()
+
+    prompts = ready.cursor.take(config.rollout.prompts)
+    trajectories = ready.engine.generate(
+        prompts, samples=config.rollout.samples, sampling=ready.sampling, seed=0
+    )
+    lap("rollout", f"{len(trajectories)} completions, {ready.engine.compilations} programs")
+    scores = score_trajectories(ready, trajectories)
+    lap("reward", f"mean {scores.values.mean():.3f}")
+    layout = plan_for(config, trajectories, row_multiple(ready.mesh))
+    packed = jax.device_put(pack(trajectories, layout), batch_sharding(ready.mesh))
+    lap("pack", f"{layout.micros} x {layout.rows} x {layout.row_length} tokens")
+    reference = state.policy_params if config.needs_reference else None
+    anchors = ready.steps.score(state.policy_params, state.value_params, reference, packed)
+    lap("score", _memory(ready.steps.score, state.policy_params, state.value_params, reference, packed))
+    groups = np.arange(len(trajectories), dtype=np.int32) // config.rollout.samples
+    batch, _ = ready.steps.advantage(packed, anchors, scores.values, groups, state.kl_coef)
+    lap("advantage", "")
+    lap("update", _memory(ready.steps.update, state, jax.tree.map(lambda x: x[0], batch)))
+    return found
+
+
+def _memory(step: Any, *arguments: Any) -> str:
+    """Temporaries of a step, as the compiler plans them."""
+    analysis = step.lower(*arguments).compile().memory_analysis()
+    return f"{analysis.temp_size_in_bytes / 2**20:.0f} MiB of temporaries"
