@@ -28,8 +28,8 @@ from jaxrl.models import Model, ModelConfig
 from jaxrl.types import TrainState
 
 Params = dict[str, Any]
-# Largest difference of logits with transformers, as a share of the largest logit: float32 rounding
-# stays 20 times below it, a wrong layout is 1000 times above.
+# Largest difference of logits with transformers, as a share of the largest logit. Rounding in
+# float32 makes 7e-6 of it on SmolLM2.
 TOLERANCE = 1e-4
 
 
@@ -107,6 +107,7 @@ def open_checkpoint(path: Path, step: int | None) -> tuple[CheckpointStore, int]
     if step is None:
         step = store.latest()
     if step is None:
+        store.close()
         damaged = "".join(f"\n  {one}: {reason}" for one, reason in store.damaged().items())
         raise CheckpointError(
             f"{path} holds no whole checkpoint; give a run folder or a checkpoint in it{damaged}"
