@@ -7,48 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.errors import ConfigError, ConversionError
-from jaxrl.models.rope import RopeConfig, read_rope
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""Hugging Face `model_type` to architecture: the families that one decoder covers."""
-
-# Entries that change the maths in ways the decoder does not know, and the values that are harmless.
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (),
-    "pretraining_tp": (1,),
-    "partial_rotary_factor": (1,),
-    "rope_interleaved": (False,),
-    "rope_interleave": (False,),
-    "use_mrope": (False,),
-    "num_experts": (0,),
-    "num_local_experts": (0, 1),
-    "n_routed_experts": (0,),
-    "moe_intermediate_size": (0,),
-    "final_logit_softcapping": (),
-    "attn_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "attention_multiplier": (),
-    "logits_scaling": (1,),
-    "no_rope_layers": ([],),
-    "cross_attention_layers": ([],),
-    "vision_config": (),
-    "text_config": (),
-}
-
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
+from jaxrl.models.hf_config import ARCHITECTURES, SIZES, read_config
+from jaxrl.models.rope import RopeConfig
 
 
 @dataclass(frozen=True)
@@ -84,7 +44,7 @@ class ModelConfig:
                 f"model_type={self.model_type!r} is not supported; it must be one of"
                 f" {tuple(ARCHITECTURES)}"
             )
-        for name in (*_SIZES, "num_key_value_heads", "head_dim"):
+        for name in (*SIZES, "num_key_value_heads", "head_dim"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
@@ -146,7 +106,7 @@ class ModelConfig:
             ConversionError: naming the entry that is missing, unknown or not supported.
         """
         try:
-            return cls(**_read(config))
+            return cls(**read_config(config))
         except ConfigError as error:
             raise ConversionError(f"Hugging Face config: {error}") from error
 
@@ -157,7 +117,7 @@ class ModelConfig:
         config: dict[str, Any] = {
             "architectures": [ARCHITECTURES[self.model_type]],
             "model_type": self.model_type,
-            **{name: getattr(self, name) for name in (*_SIZES, "num_key_value_heads", "head_dim")},
+            **{name: getattr(self, name) for name in (*SIZES, "num_key_value_heads", "head_dim")},
             "hidden_act": "silu",
             "max_position_embeddings": self.max_position_embeddings,
             "initializer_range": self.initializer_range,
@@ -187,111 +147,3 @@ class ModelConfig:
             "max_window_layers": first,
             "layer_types": names,
         }
-
-
-def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Constructor arguments from a Hugging Face config; defaults are those of transformers."""
-    family = config.get("model_type")
-    if family not in ARCHITECTURES:
-        raise ConfigError(
-            f"model_type={family!r} is not supported; it must be one of {tuple(ARCHITECTURES)}"
-        )
-    _refuse(config, family)
-    for name in _SIZES:
-        if config.get(name) is None:
-            raise ConfigError(f"{name} is missing")
-    fields = {name: config[name] for name in _SIZES}
-    heads = fields["num_attention_heads"]
-    fields["num_key_value_heads"] = _get(
-        config, "num_key_value_heads", 8 if family == "mistral" else heads
-    )
-    head_dim = 128 if family == "qwen3" else fields["hidden_size"] // heads
-    fields["head_dim"] = _get(config, "head_dim", head_dim)
-    fields["rms_norm_eps"] = float(_get(config, "rms_norm_eps", 1e-6))
-    fields["initializer_range"] = float(_get(config, "initializer_range", 0.02))
-    longest = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}[family]
-    fields["max_position_embeddings"] = int(_get(config, "max_position_embeddings", longest))
-    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
-        fields[name] = bool(_get(config, name, False))
-    if family == "qwen2" and fields["attention_bias"]:
-        fields["attention_bias"] = False  # implied by the family, and harmless when stated
-    fields["windows"] = _read_windows(config, family)
-    fields["rope"] = _read_rope(config, fields["max_position_embeddings"])
-    return {"model_type": family, **fields}
-
-
-def _get(config: Mapping[str, Any], name: str, default: Any) -> Any:
-    value = config.get(name)
-    return default if value is None else value
-
-
-def _refuse(config: Mapping[str, Any], family: str) -> None:
-    for architecture in config.get("architectures") or ():
-        if architecture != ARCHITECTURES[family]:
-            raise ConfigError(
-                f"architectures={config['architectures']!r} is not supported; model_type"
-                f" {family!r} is read as {ARCHITECTURES[family]}"
-            )
-    for name, harmless in _REFUSED.items():
-        value = config.get(name)
-        if value is not None and value not in harmless:
-            allowed = " or ".join(repr(choice) for choice in harmless) or "absent"
-            raise ConfigError(f"{name}={value!r} is not supported; it must be {allowed}")
-    activation = _get(config, "hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act={activation!r} is not supported; it must be 'silu'")
-
-
-def _read_windows(config: Mapping[str, Any], family: str) -> tuple[int, ...]:
-    """One window a layer from `sliding_window`, `max_window_layers` or `layer_types`."""
-    layers = config["num_hidden_layers"]
-    window = config.get("sliding_window", 4096 if family in ("mistral", "qwen2", "qwen3") else None)
-    kinds = config.get("layer_types")
-    if family in ("qwen2", "qwen3"):
-        window = window if config.get("use_sliding_window") else None
-        if kinds is None:
-            full = _get(config, "max_window_layers", 28)
-            kinds = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
-            kinds = kinds if window is not None else ["full_attention"] * layers
-    elif kinds is None:
-        kinds = ["full_attention" if window is None else "sliding_attention"] * layers
-    if len(kinds) != layers:
-        raise ConfigError(f"layer_types has {len(kinds)} entries for num_hidden_layers={layers}")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ConfigError(
-                f"layer_types has {kind!r}; only 'full_attention' and 'sliding_attention' are"
-                " supported"
-            )
-    if window is None and "sliding_attention" in kinds:
-        raise ConfigError("layer_types has 'sliding_attention' but sliding_window is not in use")
-    if window is not None and window < 1:
-        raise ConfigError(f"sliding_window={window!r} must be at least 1, or null")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-
-
-def _read_rope(config: Mapping[str, Any], longest: int) -> RopeConfig:
-    """The rope entry: transformers 5's `rope_parameters`, or 4's `rope_theta` + `rope_scaling`."""
-    new, old = dict(config.get("rope_parameters") or {}), dict(config.get("rope_scaling") or {})
-    for entry in (new, old):
-        if "type" in entry:
-            entry.setdefault("rope_type", entry.pop("type"))
-    for name, value in {**new, **old}.items():
-        if isinstance(value, Mapping):
-            raise ConfigError(f"rope_parameters.{name}: one rope a layer type is not supported")
-    theta = config.get("rope_theta")
-    if theta is not None:
-        old.setdefault("rope_theta", theta)
-    entry = {**old, **new}
-    for name in old.keys() & new.keys():
-        if old[name] != new[name]:
-            raise ConfigError(
-                f"{name}={old[name]!r} (rope_theta, rope_scaling) and {new[name]!r}"
-                " (rope_parameters) disagree; make them equal or remove one"
-            )
-    # transformers gives the top-level entry precedence, and falls back to the whole length.
-    original = config.get("original_max_position_embeddings")
-    if original is not None:
-        entry["original_max_position_embeddings"] = original
-    entry.setdefault("original_max_position_embeddings", longest)
-    return read_rope(entry)

@@ -30,8 +30,8 @@ class Scene(NamedTuple):
     """Without the sliding window."""
     distance: Int[Array, "batch query key"] | None
     """Query position minus key position, when some layer has a window."""
-    column: Int[Array, ""] | None
-    """First cache column to write; None without a cache."""
+    column: Int[Array, ""] | int
+    """First cache column to write."""
 
 
 class Attention(nn.Module):
@@ -67,7 +67,7 @@ class Attention(nn.Module):
                 lax.dynamic_update_slice(old, new[None], start)
                 for old, new in zip(cache, (k, v), strict=True)
             )
-            k, v = (lax.dynamic_index_in_dim(all_, layer, 0, keepdims=False) for all_ in cache)
+            k, v = (lax.dynamic_index_in_dim(array, layer, 0, keepdims=False) for array in cache)
         attended = attention(q, k, v, mask)
         shape = (config.num_attention_heads, size, width)
         output = Projection(shape, config.output_bias, self.dtype, contract=2, name="o")
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         mask: Bool[Array, "batch query key"],
         key_positions: Int[Array, "batch key"],
         cache: KeysValues | None = None,
-        column: Int[Array, ""] | None = None,
+        column: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, "batch query embed"], KeysValues | None]:
         """Run the stack; with a cache, keys and values go to its columns from `column` on."""
         config = self.config
@@ -145,7 +145,7 @@ class Decoder(nn.Module):
             _rematerialised(self.remat),
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, 0, nn.broadcast),
+            in_axes=(0, 0, nn.broadcast),  # type: ignore[arg-type]
             length=count,
         )(config, self.dtype, name="layers")
         windows = jnp.asarray(config.windows or (0,) * count, jnp.int32)

@@ -123,9 +123,10 @@ class Model:
         seen = lax.dynamic_update_slice(cache.positions, positions.astype(jnp.int32), start)
         keys, queries = seen[:, None, :], positions[:, :, None]
         mask = (keys >= 0) & (keys <= queries)
-        hidden, (k, v) = self._decoder("none").apply(
+        output: Any = self._decoder("none").apply(
             _trunk(params), tokens, positions, mask, seen, (cache.k, cache.v), cache.index
         )
+        hidden, (k, v) = output
         return hidden, Cache(k=k, v=v, positions=seen, index=cache.index + tokens.shape[1])
 
     def _decoder(self, remat: str) -> Decoder:

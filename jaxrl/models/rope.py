@@ -38,16 +38,17 @@ _REQUIRED = {
 class RopeConfig:
     """Rotary embedding settings, named as in Hugging Face's `rope_parameters`.
 
-    Fields that the type does not use stay at their defaults, so equal settings compare equal.
+    Fields that the type does not use stay at their defaults (0: not given), so equal settings
+    compare equal.
     """
 
     rope_type: str = "default"
     rope_theta: float = 10000.0
-    factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None
+    factor: float = 0.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 0.0
     """llama3: wavelengths above original / low_freq_factor are slowed by `factor`."""
-    high_freq_factor: float | None = None
+    high_freq_factor: float = 0.0
     """llama3: wavelengths below original / high_freq_factor are kept."""
     attention_factor: float | None = None
     """yarn: multiplier of cos and sin; None: derived from factor, mscale and mscale_all_dim."""
@@ -55,8 +56,8 @@ class RopeConfig:
     """yarn: rotations over the original length above which a frequency is kept."""
     beta_slow: float = 1.0
     """yarn: rotations over the original length below which a frequency is divided by factor."""
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
     truncate: bool = True
     """yarn: round the ends of the ramp to whole dimensions."""
 
@@ -68,7 +69,7 @@ class RopeConfig:
             )
         for name in ("rope_theta", *_REQUIRED[self.rope_type]):
             value = getattr(self, name)
-            if value is None or not value > 0:
+            if not value > 0:
                 raise ConfigError(
                     f"rope_parameters.{name}={value!r}: rope_type {self.rope_type!r} needs a"
                     " positive number here"
