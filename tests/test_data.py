@@ -408,8 +408,14 @@ def test_batches_cross_epochs_without_losing_prompts() -> None:
     rows = [row for _ in range(5) for row in taken(cursor, 3)]
     whole = PromptCursor(prompts_of(5), seed=3)
     assert rows == taken(whole, 15)
+    assert (cursor.state()["epoch"], cursor.state()["position"]) == (2, 5)
     for start in (0, 5, 10):
         assert sorted(rows[start : start + 5]) == list(range(5))
+
+
+def test_prompts_carry_the_epoch_they_are_taken_in() -> None:
+    batch = PromptCursor(prompts_of(3), seed=0).take(8)
+    assert [prompt.epoch for prompt in batch] == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
 def test_fewer_prompts_than_a_batch_are_all_used() -> None:

@@ -56,6 +56,9 @@ def sleeper(*, completions, **_):
         open(os.environ["SCORING_TEST_FILE"], "w").write(str(child.pid))
         time.sleep(60)
     return [1.0] * len(completions)
+def waiter(**_):
+    with open(os.environ["SCORING_TEST_FILE"], "w") as file: file.write(str(os.getpid()))
+    time.sleep(60)
 def crasher(*, completions, **_):
     if completions[0] == "crash": os._exit(7)
     return [1.0] * len(completions)
@@ -316,23 +319,29 @@ def test_no_completions_give_no_scores() -> None:
     assert scores.per_function["my_rewards:one"].shape == (0,)
 
 
-def test_the_worker_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_the_worker_ends_with_a_parent_that_is_killed_even_in_a_call(tmp_path: Path) -> None:
     program = textwrap.dedent(
         """
-        import os, signal, sys
+        import os, signal, threading, time
+        from pathlib import Path
         from jaxrl.config import RewardFunctionConfig
         from jaxrl.scoring import Scorer
         from jaxrl.types import Prompt
-        scorer = Scorer([RewardFunctionConfig(fn="my_rewards:process")], 20.0, "error")
-        prompt = Prompt(row=0, ids=(1,), text="p", columns={})
-        print(int(scorer.score([prompt], ["a"], [[1]]).values[0]), flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        def die_in_the_call():
+            while not (file.exists() and file.read_text()):
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+        file = Path(os.environ["SCORING_TEST_FILE"])
+        threading.Thread(target=die_in_the_call, daemon=True).start()
+        scorer = Scorer([RewardFunctionConfig(fn="my_rewards:waiter")], 50.0, "error")
+        scorer.score([Prompt(row=0, ids=(1,), text="p", columns={})], ["a"], [[1]])
         """
     )
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    file = tmp_path / "pid"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "SCORING_TEST_FILE": str(file)}
+    done = subprocess.run([sys.executable, "-c", program], env=env)
     assert done.returncode == -signal.SIGKILL
-    _wait_until_gone(int(done.stdout))
+    _wait_until_gone(int(file.read_text()))
 
 
 def _wait_until_gone(pid: int) -> None:
