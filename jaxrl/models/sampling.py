@@ -1,10 +1,9 @@
 """Drawing the next token from logits: filters, the draw itself, and its log-probability.
 
-The log-probability that is reported is that of the *whole* softmax under the sampling temperature. The
-filters decide what may be drawn; they do not renormalise what is reported. That is the definition the
-trainer uses for its old and new log-probabilities, so the ratio is 1 before the first update whatever
-was filtered. (Filtered sampling is still off-policy: the behaviour probability of a kept token is
-larger than reported.)
+The log-probability that is reported is that of the *whole* softmax under the sampling temperature.
+The filters decide what may be drawn; they do not renormalise what is reported. That is the definition
+the trainer uses for its old and new log-probabilities, so the ratio is 1 before the first update
+whatever was filtered. (Filtered sampling is still off-policy: a kept token is likelier than reported.)
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from jaxrl.types import Sampling
 __all__ = ["Draw", "Knobs", "draw", "filter_logits"]
 
 BLOCK = 256
-"""Tokens a block of the two-level draw; near the root of usual vocabularies, where it is cheapest."""
+"""Tokens a block of the two-level draw: about the root of a vocabulary, where it is cheapest."""
 
 
 class Knobs(NamedTuple):
@@ -108,16 +107,17 @@ def draw(keys: Key[Array, " batch"], logits: Float[Array, "batch vocab"], knobs:
 
     z = logits / T;  token ~ softmax(filter(z));  logprob = z[token] − log Σ_j exp(z_j), in nats.
     Greedy (no temperature) takes the first largest logit and reports its log-probability at T = 1.
-    Each row has its own key and reads nothing of the other rows, so what it draws does not depend on
-    its company. A row with a NaN or +inf logit reports NaN.
+    Each row has its own key and reads nothing of the other rows, so what it draws does not depend
+    on its company. A row with a NaN or +inf logit reports NaN.
 
     Args:
         keys: one key a row.
         logits: [batch, vocab]; float32 is computed in.
         knobs: temperature and filters.
 
-    >>> int(draw(jax.random.split(jax.random.key(0), 1), jnp.array([[0.0, 9.0]]), Knobs()).tokens[0])
-    1
+    >>> keys = jax.random.split(jax.random.key(0), 1)
+    >>> draw(keys, jnp.array([[0.0, 9.0]]), Knobs()).tokens.tolist()
+    [1]
     """
     z = logits.astype(jnp.float32)
     if knobs.temperature is not None:
@@ -140,10 +140,10 @@ def draw(keys: Key[Array, " batch"], logits: Float[Array, "batch vocab"], knobs:
 def _invert(
     z: Float[Array, "batch vocab"], uniform: Float[Array, "batch 2"]
 ) -> Int[Array, " batch"]:
-    """The token at which the cumulative distribution of softmax(z) passes a uniform number, max z = 0.
+    """The token where the cumulative distribution of softmax(z), max z = 0, passes a random number.
 
-    Two levels, first the block and then the token in it: two random numbers and one pass over the row,
-    where a Gumbel draw needs a random number and two logarithms for every token of the vocabulary.
+    Two levels, first the block and then the token in it: two random numbers and a pass over the row,
+    where a Gumbel draw needs a random number and two logarithms for each token of the vocabulary.
     """
     rows, vocab = z.shape
     blocks = -(-vocab // BLOCK)
@@ -164,7 +164,5 @@ def _pick(
     ends = jnp.cumsum(weights, axis=-1)
     total = ends[:, -1:]
     # The second count holds when rounding brings uniform * total up to the total itself.
-    index = jnp.minimum(
-        jnp.sum(ends <= uniform * total, axis=-1), jnp.sum(ends < total, axis=-1)
-    )
+    index = jnp.minimum(jnp.sum(ends <= uniform * total, axis=-1), jnp.sum(ends < total, axis=-1))
     return index.astype(jnp.int32)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 __all__ = ["Batch", "Unit", "bucket", "plan_batches"]
 
 ROW_STEP = 8
-"""Rows of a batch are a multiple of about this, so that small changes of a request compile nothing."""
+"""Rows of a batch are a multiple of about this: a slightly different request compiles nothing."""
 SMALLEST_STEP = 16
 """Columns of a batch are a multiple of at least this."""
 
@@ -54,8 +54,8 @@ def bucket(length: int) -> int:
 def plan_batches(lengths: Sequence[int], samples: int, batch_size: int) -> list[Batch]:
     """Split a request into batches of at most `batch_size` rows, of nearly equal row counts.
 
-    Prompts of similar length meet in a batch. A prompt with more samples than rows is split, and its
-    parts are filled evenly.
+    Prompts of similar length meet in a batch. A prompt with more samples than rows is split, and
+    its parts are filled evenly.
 
     Args:
         lengths: tokens of each prompt.
@@ -76,8 +76,6 @@ def plan_batches(lengths: Sequence[int], samples: int, batch_size: int) -> list[
     step = max(1, ROW_STEP // rows)
     prompts = min(most, -(-len(units) // (count * step)) * step)
     return [
-        Batch(
-            tuple(chunk), prompts, rows, bucket(max(lengths[unit.prompt] for unit in chunk))
-        )
+        Batch(tuple(chunk), prompts, rows, bucket(max(lengths[unit.prompt] for unit in chunk)))
         for chunk in (units[i : i + prompts] for i in range(0, len(units), prompts))
     ]

@@ -43,7 +43,7 @@ class Response(NamedTuple):
     lengths: jax.Array
     """int32 [rows]; the stop token counts."""
     stopped: jax.Array
-    """bool [rows]; whether the last token is a stop token, rather than the last that was allowed."""
+    """bool [rows]; whether a stop token ended the response, rather than the length limit."""
     steps: jax.Array
     """int32 scalar: tokens drawn a row, before every live row had stopped."""
 

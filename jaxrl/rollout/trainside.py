@@ -40,8 +40,8 @@ class RolloutStats:
 class TrainsideEngine:
     """A `RolloutEngine` in this process. Weights are used as published: no second float32 copy.
 
-    A completion follows from weights, prompt ids, sampling settings, and (seed, prompt row, sample):
-    not from what else is in the request, the batch size, or the process.
+    A completion follows from weights, prompt ids, sampling settings, and (seed, prompt row, epoch,
+    sample): not from what else is in the request, the batch size, or the process.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TrainsideEngine:
         return len(self._programs)
 
     def publish(self, policy_params: Any, version: int) -> None:
-        """Sample with these weights from now on, by reference: donate them only before the next call.
+        """Sample with these weights from now on; held by reference, so do not donate them first.
 
         Raises:
             RolloutError: a tensor is missing, unknown, or of the wrong shape; all are listed.
@@ -133,7 +133,7 @@ class TrainsideEngine:
     def _request(
         self, batch: Batch, prompts: Sequence[Prompt], sampling: Sampling, seed: int
     ) -> Request:
-        """Lay out a batch; a missing unit or sample is a dummy row that repeats the first prompt."""
+        """Lay out a batch; what is missing is filled with dummy rows that repeat the first prompt."""
         tokens = np.full((batch.prompts, batch.columns), self._pad, np.int32)
         lengths = np.zeros(batch.prompts, np.int32)
         rows = np.zeros((batch.prompts, batch.samples), np.int64)
@@ -159,7 +159,7 @@ class TrainsideEngine:
     def _program(
         self, params: Any, request: Request, samples: int, max_new_tokens: int
     ) -> jax.stages.Compiled:
-        """The compiled sampler for these shapes; compiled ahead, so that compilations are counted."""
+        """The compiled sampler for these shapes; compiled ahead of time, to count compilations."""
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(request))
         placement = tuple(x.sharding for x in jax.tree.leaves(params))
         key = (samples, max_new_tokens, jax.tree.structure(request), shapes, placement)

@@ -1,0 +1,426 @@
+"""The trainside engine: the same tokens as transformers, honest log-probabilities, seeds, stops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from jaxrl.checkpoint.hf import load_hf_config, load_params
+from jaxrl.errors import RolloutError
+from jaxrl.models import Model, ModelConfig
+from jaxrl.rollout import TrainsideEngine
+from jaxrl.types import Prompt, Sampling, Trajectory
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
+VOCAB = 40
+TINY = Model(
+    ModelConfig(
+        "qwen3",
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        initializer_range=0.4,
+    )
+)
+PARAMS = TINY.init(jax.random.key(0))
+rng = np.random.default_rng(0)
+PROMPTS = [
+    Prompt(row=10 + i, ids=tuple(rng.integers(0, VOCAB, n).tolist()), text="", columns={})
+    for i, n in enumerate((3, 17, 1, 9, 12))
+]
+
+
+def engine_of(batch_size: int = 64, **settings: Any) -> TrainsideEngine:
+    return TrainsideEngine(TINY, PARAMS, batch_size=batch_size, **settings)
+
+
+@pytest.fixture(scope="module")
+def engine() -> TrainsideEngine:
+    return engine_of()
+
+
+def sampling_of(max_new_tokens: int = 6, **settings: Any) -> Sampling:
+    return Sampling(max_new_tokens=max_new_tokens, **settings)
+
+
+def responses(trajectories: Sequence[Trajectory]) -> list[tuple[int, ...]]:
+    return [trajectory.response_ids for trajectory in trajectories]
+
+
+@jax.jit
+def logits_of(params: Any, ids: jax.Array) -> jax.Array:
+    places = jnp.arange(ids.shape[0])[None]
+    hidden = TINY.hidden(params, ids[None], places, jnp.ones_like(places))
+    return hidden[0] @ TINY.head(params)
+
+
+def dense_logits(ids: Sequence[int], params: Any = PARAMS) -> np.ndarray:
+    """Next-token logits after each id, from one uncached forward."""
+    # Padded on the right, where causality keeps it out, to compile once.
+    padded = np.zeros(40, np.int32)
+    padded[: len(ids)] = ids
+    return np.asarray(logits_of(params, jnp.asarray(padded)))[: len(ids)]
+
+
+def dense_logprobs(
+    trajectory: Trajectory, temperature: float = 1.0, params: Any = PARAMS
+) -> np.ndarray:
+    """The response's log-probabilities from one uncached forward over prompt and response."""
+    z = dense_logits(trajectory.ids, params).astype(np.float64) / temperature
+    dense = z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+    first = len(trajectory.prompt.ids)
+    rows = np.arange(first - 1, len(trajectory.ids) - 1)
+    return dense[rows, trajectory.response_ids]
+
+
+def test_order_is_prompt_major_and_everything_is_labelled(engine: TrainsideEngine) -> None:
+    got = engine.generate(PROMPTS, samples=3, sampling=sampling_of(), seed=1)
+    assert [(t.prompt.row, t.sample) for t in got] == [
+        (10 + i, j) for i in range(5) for j in range(3)
+    ]
+    for trajectory in got:
+        assert trajectory.prompt in PROMPTS
+        assert len(trajectory.response_ids) == len(trajectory.logprobs) == 6
+        assert all(type(token) is int and 0 <= token < VOCAB for token in trajectory.response_ids)
+        assert trajectory.finish_reason == "length"
+        assert trajectory.truncated
+        assert trajectory.weight_version == 0
+    assert engine.generate([], samples=3, sampling=sampling_of(), seed=1) == []
+
+
+@pytest.mark.parametrize(
+    ("temperature", "filters"), [(1.0, {}), (0.6, {}), (1.7, {"top_k": 7, "top_p": 0.8})]
+)
+def test_logprobs_are_those_of_an_uncached_forward(
+    engine: TrainsideEngine, temperature: float, filters: dict[str, Any]
+) -> None:
+    """Full softmax at the sampling temperature, filters or not: the trainer's own definition."""
+    sampling = sampling_of(temperature=temperature, **filters)
+    for trajectory in engine.generate(PROMPTS, samples=2, sampling=sampling, seed=2):
+        expected = dense_logprobs(trajectory, temperature)
+        np.testing.assert_allclose(trajectory.logprobs, expected, atol=1e-5)
+
+
+def test_greedy_is_the_argmax_with_logprobs_at_temperature_one(engine: TrainsideEngine) -> None:
+    got = engine.generate(PROMPTS, samples=2, sampling=sampling_of(temperature=0.0), seed=3)
+    for trajectory in got:
+        np.testing.assert_allclose(trajectory.logprobs, dense_logprobs(trajectory), atol=1e-5)
+        ids = list(trajectory.prompt.ids)
+        for token in trajectory.response_ids:
+            assert token == int(np.argmax(dense_logits(ids)[-1]))
+            ids.append(token)
+    assert responses(got[0::2]) == responses(got[1::2])
+
+
+def test_sampled_tokens_follow_the_models_distribution(engine: TrainsideEngine) -> None:
+    """First tokens of 4,000 samples of one prompt against the model's own probabilities."""
+    sampling, prompt = sampling_of(1, temperature=1.5), PROMPTS[1]
+    got = engine.generate([prompt], samples=4_000, sampling=sampling, seed=4)
+    observed = np.bincount([t.response_ids[0] for t in got], minlength=VOCAB)
+    expected = np.asarray(jax.nn.softmax(dense_logits(prompt.ids)[-1] / 1.5)) * 4_000
+    # Chi-square with 39 degrees of freedom exceeds 86 about once in 50,000.
+    assert np.sum((observed - expected) ** 2 / expected) < 86
+
+
+def test_samples_differ_and_reruns_agree(engine: TrainsideEngine) -> None:
+    """RP-02, RS-10: seeds depend on (seed, row, sample); a fresh engine repeats them."""
+    sampling = sampling_of(12)
+    got = engine.generate(PROMPTS, samples=4, sampling=sampling, seed=5)
+    for i in range(len(PROMPTS)):
+        assert len(set(responses(got[4 * i : 4 * i + 4]))) == 4
+    again = engine_of().generate(PROMPTS, samples=4, sampling=sampling, seed=5)
+    assert again == got
+    other = engine.generate(PROMPTS, samples=4, sampling=sampling, seed=5 + 2**32)
+    assert set(responses(other)).isdisjoint(responses(got))
+
+
+def test_rows_with_the_same_text_are_sampled_apart(engine: TrainsideEngine) -> None:
+    twins = [Prompt(row=row, ids=(1, 2, 3), text="", columns={}) for row in (0, 1)]
+    got = engine.generate(twins, samples=1, sampling=sampling_of(12), seed=6)
+    assert got[0].response_ids != got[1].response_ids
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 7, 20])
+def test_company_does_not_change_a_completion(engine: TrainsideEngine, batch_size: int) -> None:
+    """Batch splits, dummy rows, order and other prompts of other lengths."""
+    sampling = sampling_of(8, stop_token_ids=(4, 5))
+    whole = engine.generate(PROMPTS, samples=4, sampling=sampling, seed=7)
+    split = engine_of(batch_size).generate(PROMPTS, samples=4, sampling=sampling, seed=7)
+    assert responses(split) == responses(whole)
+    for one, other in zip(split, whole, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    if batch_size == 1:
+        backwards = engine.generate(PROMPTS[::-1], samples=4, sampling=sampling, seed=7)
+        assert [responses(backwards)[4 * i : 4 * i + 4] for i in range(4, -1, -1)] == [
+            responses(whole)[4 * i : 4 * i + 4] for i in range(5)
+        ]
+        alone = engine.generate(PROMPTS[2:3], samples=2, sampling=sampling, seed=7)
+        assert responses(alone) == responses(whole)[8:10]
+
+
+def test_a_stop_token_ends_the_response_and_belongs_to_it(engine: TrainsideEngine) -> None:
+    free = engine.generate(PROMPTS, samples=4, sampling=sampling_of(16), seed=8)
+    stops = (4, 11, 30)
+    stopped = engine.generate(
+        PROMPTS, samples=4, sampling=sampling_of(16, stop_token_ids=stops), seed=8
+    )
+    reasons = set()
+    for before, after in zip(free, stopped, strict=True):
+        places = [i for i, token in enumerate(before.response_ids) if token in stops]
+        length = places[0] + 1 if places else 16
+        assert after.response_ids == before.response_ids[:length]
+        np.testing.assert_allclose(after.logprobs, before.logprobs[:length], atol=1e-6)
+        assert after.finish_reason == ("stop" if places else "length")
+        reasons.add(after.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_a_stop_token_in_the_last_place_is_a_stop(engine: TrainsideEngine) -> None:
+    (free,) = engine.generate(PROMPTS[:1], samples=1, sampling=sampling_of(16), seed=9)
+    stop = free.response_ids[4]
+    length = free.response_ids.index(stop) + 1
+    for limit, reason in ((length, "stop"), (length - 1, "length")):
+        sampling = sampling_of(limit, stop_token_ids=(stop,))
+        (got,) = engine.generate(PROMPTS[:1], samples=1, sampling=sampling, seed=9)
+        assert got.response_ids == free.response_ids[:limit]
+        assert got.finish_reason == reason
+
+
+def test_one_token_is_a_response(engine: TrainsideEngine) -> None:
+    every = tuple(range(VOCAB))
+    for sampling in (sampling_of(1), sampling_of(5, stop_token_ids=every)):
+        got = engine.generate(PROMPTS, samples=2, sampling=sampling, seed=10)
+        assert all(len(t.response_ids) == 1 for t in got)
+        reason = "stop" if sampling.stop_token_ids else "length"
+        assert all(t.finish_reason == reason for t in got)
+
+
+def test_decoding_ends_when_all_live_rows_have_stopped(engine: TrainsideEngine) -> None:
+    sampling = sampling_of(200, stop_token_ids=tuple(range(0, VOCAB, 2)))
+    got = engine.generate(PROMPTS, samples=1, sampling=sampling, seed=11)
+    lengths = [len(t.response_ids) for t in got]
+    assert engine.stats.steps == max(lengths) < 60
+    assert engine.stats.batches == 1
+    assert engine.stats.response_tokens == sum(lengths)
+    assert engine.stats.prompt_tokens == sum(len(p.ids) for p in PROMPTS)
+    # Eight rows (five live), a prompt bucket of 32 columns.
+    assert engine.stats.computed_tokens == 8 * (32 + max(lengths))
+
+
+def test_padding_is_by_length_whatever_id_it_has(engine: TrainsideEngine) -> None:
+    """TK-02, TK-03: pad equal to the stop token, and to ids inside prompts and responses."""
+    sampling = sampling_of(10, stop_token_ids=(4,))
+    want = engine.generate(PROMPTS, samples=4, sampling=sampling, seed=12)
+    pads = {4, PROMPTS[1].ids[0], PROMPTS[3].ids[-1]}
+    assert any(t.finish_reason == "stop" for t in want)
+    for pad in pads:
+        got = engine_of(pad_token_id=pad).generate(PROMPTS, samples=4, sampling=sampling, seed=12)
+        assert got == want
+
+
+def test_published_weights_are_the_ones_that_sample() -> None:
+    engine = TrainsideEngine(TINY, batch_size=8)
+    ask: dict[str, Any] = dict(samples=2, sampling=sampling_of(8), seed=13)
+    with pytest.raises(RolloutError, match="no weights"):
+        engine.generate(PROMPTS, **ask)
+    engine.publish(PARAMS, 3)
+    old = engine.generate(PROMPTS, **ask)
+    changed = TINY.init(jax.random.key(1))
+    engine.publish(changed, 4)
+    new = engine.generate(PROMPTS, **ask)
+    assert {t.weight_version for t in old} == {3}
+    assert {t.weight_version for t in new} == {4}
+    assert responses(old) != responses(new)
+    for trajectory in new[:3]:
+        expected = dense_logprobs(trajectory, params=changed)
+        np.testing.assert_allclose(trajectory.logprobs, expected, atol=1e-5)
+    compiled = engine.compilations
+    engine.publish(jax.tree.map(np.asarray, PARAMS), 5)
+    assert responses(engine.generate(PROMPTS, **ask)) == responses(old)
+    assert engine.compilations == compiled
+    engine.close()
+    with pytest.raises(RolloutError, match="no weights"):
+        engine.generate(PROMPTS, **ask)
+
+
+def test_weights_that_do_not_fit_are_listed_together() -> None:
+    wrong = dict(PARAMS, value_head={"kernel": np.zeros((16, 1))})
+    wrong["norm"] = {"scale": np.zeros(15)}
+    del wrong["head"]
+    with pytest.raises(RolloutError) as caught:
+        engine_of().publish(wrong, 1)
+    for fault in (
+        "['head']['kernel'] is missing",
+        "['value_head']['kernel'] is unknown",
+        "['norm']['scale'] has shape (15,), expected (16,)",
+    ):
+        assert fault in str(caught.value)
+
+
+def test_donated_weights_are_noticed() -> None:
+    params = jax.tree.map(jnp.copy, PARAMS)
+    engine = TrainsideEngine(TINY, params, batch_size=4)
+    params["norm"]["scale"].delete()
+    with pytest.raises(RolloutError, match="version 0 have been donated"):
+        engine.generate(PROMPTS, samples=1, sampling=sampling_of(), seed=0)
+
+
+def test_few_programs_are_compiled() -> None:
+    engine = engine_of(8)
+    for step in range(3):
+        engine.generate(PROMPTS, samples=4, sampling=sampling_of(temperature=1 + step), seed=step)
+    # Two prompts a batch, prompts in buckets of 16 and 32 columns.
+    assert engine.compilations == 2
+    engine.generate(PROMPTS[:2], samples=4, sampling=sampling_of(), seed=0)
+    assert engine.compilations == 2
+    engine.generate(PROMPTS[:2], samples=4, sampling=sampling_of(top_k=3), seed=0)
+    assert engine.compilations == 3
+
+
+def test_bfloat16_samples_and_reports_float32() -> None:
+    model = Model(TINY.config, dtype="bfloat16")
+    engine = TrainsideEngine(model, PARAMS, batch_size=16)
+    got = engine.generate(PROMPTS, samples=3, sampling=sampling_of(), seed=14)
+    differences = [np.abs(np.subtract(t.logprobs, dense_logprobs(t))) for t in got]
+    # bfloat16 keeps 8 bits: differences of percents, and not none.
+    assert 1e-5 < np.mean(differences) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ((), "prompt row 7 is empty"),
+        ((1, VOCAB), f"prompt row 7 holds token id {VOCAB}, outside the model's vocabulary of 40"),
+        ((1, -1, 2), "prompt row 7 holds token id -1"),
+    ],
+)
+def test_impossible_prompts_are_refused(
+    engine: TrainsideEngine, ids: tuple[int, ...], message: str
+) -> None:
+    prompts = [*PROMPTS, Prompt(row=7, ids=ids, text="", columns={})]
+    with pytest.raises(RolloutError, match=message):
+        engine.generate(prompts, samples=1, sampling=sampling_of(), seed=0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+        {"stop_token_ids": (VOCAB,)},
+    ],
+)
+def test_impossible_settings_are_refused(engine: TrainsideEngine, settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(RolloutError, match=name):
+        engine.generate(PROMPTS, samples=1, sampling=sampling_of(**settings), seed=0)
+
+
+def test_impossible_engines_and_counts_are_refused(engine: TrainsideEngine) -> None:
+    with pytest.raises(RolloutError, match="batch_size=0"):
+        engine_of(0)
+    with pytest.raises(RolloutError, match="pad_token_id=40"):
+        engine_of(pad_token_id=VOCAB)
+    with pytest.raises(RolloutError, match="samples=0"):
+        engine.generate(PROMPTS, samples=0, sampling=sampling_of(), seed=0)
+
+
+def test_broken_weights_stop_the_rollout_with_the_row() -> None:
+    broken = dict(PARAMS, norm={"scale": jnp.full(16, jnp.nan)})
+    engine = TrainsideEngine(TINY, broken, batch_size=4)
+    with pytest.raises(
+        RolloutError, match="prompt row 10, sample 0: .* not finite at response token 0"
+    ):
+        engine.generate(PROMPTS[:1], samples=2, sampling=sampling_of(), seed=0)
+
+
+def test_greedy_equals_transformers_on_smollm2() -> None:
+    """50 prompts, 32 tokens, float32; a first difference only where transformers is at a tie.
+
+    Needs models/SmolLM2-135M-Instruct; `python scripts/get_smollm2.py` makes it.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM2)
+    lines = (ROOT / "tests" / "data" / "greedy_prompts.jsonl").read_text().splitlines()
+    prompts = [
+        _smollm2_prompt(tokenizer, row, **json.loads(line)) for row, line in enumerate(lines)
+    ]
+    assert len(prompts) == 50
+    config = ModelConfig.from_hf(load_hf_config(SMOLLM2))
+    engine = TrainsideEngine(Model(config), load_params(SMOLLM2, config), batch_size=25)
+    sampling = Sampling(max_new_tokens=32, temperature=0.0, stop_token_ids=(2,))
+    ours = engine.generate(prompts, samples=1, sampling=sampling, seed=0)
+    theirs, gaps = _transformers_greedy(prompts, 32)
+    ties = 0
+    for trajectory, want, gap in zip(ours, theirs, gaps, strict=True):
+        got = trajectory.response_ids
+        if got != want:
+            first = next(
+                i for i, pair in enumerate(zip(got, want, strict=False)) if len(set(pair)) > 1
+            )
+            assert gap[first] < 1e-4, (trajectory.prompt.text, first, got, want)
+            ties += 1
+        assert trajectory.finish_reason == ("stop" if got[-1] == 2 else "length")
+    print(f"greedy SmolLM2: {50 - ties} of 50 equal transformers, {ties} differ at a tie")
+    assert ties <= 2
+
+
+def _smollm2_prompt(tokenizer: Any, row: int, prompt: str, chat: bool) -> Prompt:
+    if chat:
+        message = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    else:
+        ids = tokenizer.encode(prompt)
+    return Prompt(row=row, ids=tuple(ids), text=prompt, columns={})
+
+
+def _transformers_greedy(
+    prompts: Sequence[Prompt], limit: int
+) -> tuple[list[tuple[int, ...]], list[list[float]]]:
+    """Responses of transformers' `generate`, and the gap of its top two logits at each token."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
+    responses: list[tuple[int, ...]] = [()] * len(prompts)
+    gaps: list[list[float]] = [[]] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+    for chunk in (order[:25], order[25:]):
+        width = max(len(prompts[i].ids) for i in chunk)
+        ids = torch.zeros((len(chunk), width), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, i in enumerate(chunk):
+            ids[row, width - len(prompts[i].ids) :] = torch.tensor(prompts[i].ids)
+            mask[row, width - len(prompts[i].ids) :] = 1
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=limit,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        two = torch.stack(out.logits, dim=1).topk(2).values
+        for row, i in enumerate(chunk):
+            response = out.sequences[row, width:].tolist()
+            end = response.index(2) + 1 if 2 in response else limit
+            responses[i] = tuple(response[:end])
+            gaps[i] = (two[row, :, 0] - two[row, :, 1]).tolist()
+    return responses, gaps
