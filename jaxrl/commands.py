@@ -1,4 +1,4 @@
-"""What `scripts/train.py` does: a whole run, a dry run, an evaluation. Each returns an exit status."""
+"""What `scripts/train.py` does: a whole run, a dry run, an evaluation; each gives an exit status."""
 
 from __future__ import annotations
 
@@ -140,7 +140,10 @@ def _rehearse(ready: Run, state: TrainState) -> dict[str, tuple[float, str]]:
     lap("pack", f"{layout.micros} x {layout.rows} x {layout.row_length} tokens")
     reference = state.policy_params if config.needs_reference else None
     anchors = ready.steps.score(state.policy_params, state.value_params, reference, packed)
-    lap("score", _memory(ready.steps.score, state.policy_params, state.value_params, reference, packed))
+    lap(
+        "score",
+        _memory(ready.steps.score, state.policy_params, state.value_params, reference, packed),
+    )
     groups = np.arange(len(trajectories), dtype=np.int32) // config.rollout.samples
     batch, _ = ready.steps.advantage(packed, anchors, scores.values, groups, state.kl_coef)
     lap("advantage", "")

@@ -1,7 +1,7 @@
 """The critic: a head on the policy's trunk, or a trunk of its own; and the `Forward` of both.
 
-The value head is float32 and starts at exactly zero, so every first value is 0. Its parameters, and an
-own trunk, are a tree separate from the policy's everywhere.
+The value head is float32 and starts at exactly zero, so every first value is 0. Its parameters, and
+an own trunk, are a tree separate from the policy's everywhere.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["init_value_params", "make_forward"]
 def make_forward(model: Model, critic: CriticConfig | None) -> Forward:
     """The callables the steps need.  critic None: no value function (advantage_mode grpo).
 
-    V(state before token t) is read where token t is predicted: at the position before it. Values are
-    never divided by the sampling temperature.
+    V(state before token t) is read where token t is predicted: at the position before it. Values
+    are never divided by the sampling temperature.
     """
     if critic is None:
         return Forward(model.hidden, model.head, None)
@@ -40,13 +40,11 @@ def make_forward(model: Model, critic: CriticConfig | None) -> Forward:
         )
         return value_head_apply(value_params["value_head"], predicting_hidden(own, packed))
 
-    return Forward(
-        model.hidden, model.head, own_values if critic.kind == "model" else head_values
-    )
+    return Forward(model.hidden, model.head, own_values if critic.kind == "model" else head_values)
 
 
 def init_value_params(model: Model, critic: CriticConfig | None, trunk: Any) -> dict[str, Any]:
-    """Value parameters: a zero head, and for kind=model a copy of `trunk` without its output head."""
+    """Value parameters: a zero head, and for kind=model a copy of `trunk` without its head."""
     if critic is None:
         return {}
     params: dict[str, Any] = {"value_head": value_head_init(model.config.hidden_size)}

@@ -42,7 +42,7 @@ class CheckpointError(JaxrlError, RuntimeError):
 
 
 class ConversionError(JaxrlError, ValueError):
-    """A Hugging Face checkpoint or config cannot be read or written; lists every tensor at fault."""
+    """A Hugging Face checkpoint or config cannot be read or written; lists all at fault."""
 
 
 class TrainingError(JaxrlError, RuntimeError):

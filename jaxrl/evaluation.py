@@ -27,7 +27,8 @@ def score_trajectories(run: Run, trajectories: Sequence[Trajectory]) -> Scores:
 def evaluate(run: Run, *, seed: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Mean score over the held-out prompts, with the completions behind it.
 
-    Uses the weights published last. With eval.temperature 0 the answer is greedy and the seed unused.
+    Uses the weights published last. With eval.temperature 0 the answer is greedy and the seed
+    unused.
     """
     trajectories = run.engine.generate(
         run.eval_prompts, samples=1, sampling=run.eval_sampling, seed=seed

@@ -1,4 +1,4 @@
-"""One PPO iteration, top to bottom: prompts, rollouts, scores, plan, anchors, advantages, updates."""
+"""One PPO iteration, top to bottom: prompts, rollouts, scores, plan, anchors, updates."""
 
 from __future__ import annotations
 

@@ -34,8 +34,9 @@ def steps_taken(opt_state: Any) -> jax.Array:
 def make_schedule(config: OptimizerConfig, total_steps: int) -> Callable[[Any], jax.Array]:
     """Learning rate at optimizer step t = 0, 1, ..., total_steps - 1.
 
-    Linear warm-up ``lr * (t + 1) / (warmup_steps + 1)``, so that no step is lost to a rate of 0; then
-    constant, or a straight line or half a cosine from lr down to ``min_lr_ratio * lr`` at total_steps.
+    Linear warm-up ``lr * (t + 1) / (warmup_steps + 1)``, so that no step is lost to a rate of 0;
+    then constant, or a straight line or half a cosine from lr down to ``min_lr_ratio * lr`` at
+    total_steps.
     """
 
     def schedule(step: Any) -> jax.Array:
@@ -55,9 +56,7 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Callable[[Any], 
     return schedule
 
 
-def make_optimizer(
-    config: OptimizerConfig, total_steps: int, decayed: Any
-) -> Optimizer:
+def make_optimizer(config: OptimizerConfig, total_steps: int, decayed: Any) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019) after clipping the accumulated gradient's global norm.
 
     Args:

@@ -1,12 +1,12 @@
 """Plan and pack: which trajectory sits in which update, micro-batch, row and offset.
 
-The plan is made once an iteration and used for the anchors and for the training forward alike, so both
-see the same rows and shapes. It is host-side, numpy only, and a pure function of the lengths: the same
-rollout batch is laid out the same way after a resume.
+The plan is made once an iteration and used for the anchors and for the training forward alike, so
+both see the same rows and shapes. It is host-side, numpy only, and a pure function of the lengths:
+the same rollout batch is laid out the same way after a resume.
 
 Shapes come from few buckets, so that the number of compilations stays bounded: row lengths from the
-config, the policy-token count of a row rounded up to an eighth of the row, micro-batches to a power of
-two (empty ones are at the end and are never computed).
+config, the policy-token count of a row rounded up to an eighth of the row, micro-batches to a power
+of two (empty ones are at the end and are never computed).
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def plan(
 ) -> Plan:
     """Lay trajectories of `lengths` tokens out in rows.
 
-    Trajectories are split over the updates in order, in parts that differ by at most one, so that the
-    samples of a prompt stay together. Within an update the longest come first, each into the first
-    row with room (first-fit decreasing), and rows fill micro-batches in order.
+    Trajectories are split over the updates in order, in parts that differ by at most one, so that
+    the samples of a prompt stay together. Within an update the longest come first, each into the
+    first row with room (first-fit decreasing), and rows fill micro-batches in order.
 
     Args:
         lengths: Tokens of each trajectory, prompt included.
@@ -120,8 +120,8 @@ def _row_length(longest: int, row_lengths: Sequence[int]) -> int:
     fitting = [length for length in row_lengths if length >= longest]
     if not fitting:
         raise ConfigError(
-            f"packing.row_lengths={list(row_lengths)} has no row for a trajectory of {longest} tokens; "
-            f"add a length of at least {longest}"
+            f"packing.row_lengths={list(row_lengths)} has no row for a trajectory of {longest} "
+            f"tokens; add a length of at least {longest}"
         )
     return min(fitting)
 
@@ -129,7 +129,7 @@ def _row_length(longest: int, row_lengths: Sequence[int]) -> int:
 def _first_fit_decreasing(
     items: Sequence[tuple[int, int]], capacity: int
 ) -> list[list[tuple[int, int]]]:
-    """Bins of (item, offset); ties keep their order, so the result depends on nothing but the sizes."""
+    """Bins of (item, offset); ties keep their order, so only the sizes matter."""
     bins: list[list[tuple[int, int]]] = []
     filled: list[int] = []
     for item, size in sorted(items, key=lambda pair: -pair[1]):
@@ -202,7 +202,7 @@ def _check_lengths(trajectory: Trajectory) -> None:
     }
     if not trajectory.prompt.ids or len(set(sizes.values())) != 1 or not trajectory.response_ids:
         raise DataError(
-            f"prompt row {trajectory.prompt.row}, sample {trajectory.sample}: a trajectory needs at "
-            f"least one prompt token and equally long, non-empty fields; got "
+            f"prompt row {trajectory.prompt.row}, sample {trajectory.sample}: a trajectory needs "
+            f"at least one prompt token and equally long, non-empty fields; got "
             f"{len(trajectory.prompt.ids)} prompt tokens and {sizes}"
         )

@@ -1,7 +1,7 @@
 """From settings to everything a run needs; all that can be wrong with the input is found here.
 
-Order: settings, files, prompts, reward functions, then arrays. Nothing is computed before all of the
-first four are known to be good.
+Order: settings, files, prompts, reward functions, then arrays. Nothing is computed before all of
+    the first four are known to be good.
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ def _model_folder(config: Config) -> str:
         try:
             make = load_function(config.model.make)
         except ImportError as error:
-            raise ConfigError(f"model.make={config.model.make!r} cannot be used: {error}") from error
+            raise ConfigError(
+                f"model.make={config.model.make!r} cannot be used: {error}"
+            ) from error
         make(str(folder), config.seed)
     return str(folder)
 
@@ -152,16 +154,21 @@ def _sampling(config: Config, folder: str, tokenizer: Any) -> Sampling:
 
 
 def _stop_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
-    """End-of-sequence ids: the generation config's list, else the config's, else the tokenizer's."""
+    """End-of-sequence ids: the generation config's, else the config's, else the tokenizer's."""
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
+        ids = (
+            json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            if path.exists()
+            else None
+        )
         if ids is not None:
             return tuple(ids) if isinstance(ids, list) else (ids,)
     if tokenizer.eos_token_id is not None:
         return (tokenizer.eos_token_id,)
     raise ConfigError(
-        "rollout.stop_token_ids is null and the model folder names no end-of-sequence token; give the ids"
+        "rollout.stop_token_ids is null and the model folder names no end-of-sequence token; "
+        "give the ids"
     )
 
 
@@ -182,7 +189,9 @@ def _steps(config: Config, model: Model, mesh: Mesh, optimizers: Optimizers) -> 
         warmup_iterations=config.critic.warmup_iterations,
         **shared,
     )
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, model, mesh, optimizers))
+    shardings = jax.tree.map(
+        lambda leaf: leaf.sharding, abstract_state(config, model, mesh, optimizers)
+    )
     rows = batch_sharding(mesh)
     return Steps(
         score=jax.jit(score, out_shardings=rows),

@@ -16,7 +16,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.config import MeshConfig
 from jaxrl.errors import ConfigError
 
-__all__ = ["BATCH_AXES", "batch_sharding", "make_mesh", "param_sharding", "replicated", "row_multiple", "tree_shardings"]
+__all__ = [
+    "BATCH_AXES",
+    "batch_sharding",
+    "make_mesh",
+    "param_sharding",
+    "replicated",
+    "row_multiple",
+    "tree_shardings",
+]
 
 BATCH_AXES = ("data", "fsdp")
 RULES: Mapping[str | None, str | None] = {
@@ -42,7 +50,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
     fixed = int(np.prod([size for size in sizes.values() if size != -1]))
     given = ", ".join(f"mesh.{name}={size}" for name, size in sizes.items())
-    if list(sizes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+    if list(sizes.values()).count(-1) > 1 or any(
+        size < 1 and size != -1 for size in sizes.values()
+    ):
         raise ConfigError(f"{given}: sizes are at least 1, and at most one of them may be -1")
     if -1 in sizes.values() and len(devices) % fixed == 0:
         sizes = {k: len(devices) // fixed if v == -1 else v for k, v in sizes.items()}
@@ -89,7 +99,9 @@ def param_sharding(
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def tree_shardings(mesh: Mesh, table: Iterable[tuple[tuple[str, ...], Sequence[int], Sequence[str | None]]]) -> dict[str, Any]:
+def tree_shardings(
+    mesh: Mesh, table: Iterable[tuple[tuple[str, ...], Sequence[int], Sequence[str | None]]]
+) -> dict[str, Any]:
     """A nested dict of shardings from (path, shape, logical axes) of each parameter."""
     tree: dict[str, Any] = {}
     for path, shape, axes in table:

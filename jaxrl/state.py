@@ -63,9 +63,7 @@ def _value_shardings(config: Config, model: Model, mesh: Mesh) -> dict[str, Any]
     return tree
 
 
-def abstract_state(
-    config: Config, model: Model, mesh: Mesh, optimizers: Optimizers
-) -> TrainState:
+def abstract_state(config: Config, model: Model, mesh: Mesh, optimizers: Optimizers) -> TrainState:
     """The state as shapes, dtypes and shardings; allocates nothing."""
     critic = config.critic if config.needs_critic else None
 
@@ -112,7 +110,7 @@ def _placed(shapes: Any, shardings: Any) -> Any:
 
 
 def fresh_state(config: Config, model: Model, mesh: Mesh, optimizers: Optimizers) -> TrainState:
-    """The state before the first update: the pretrained policy, a zero value head, empty moments."""
+    """The state before the first update: pretrained policy, zero value head, empty moments."""
     like = abstract_state(config, model, mesh, optimizers)
     where = jax.tree.map(lambda leaf: leaf.sharding, like)
     policy = reference_params(config, model, mesh)

@@ -1,7 +1,7 @@
 """The pure steps before the first optimizer step: score and advantage.  `update` has the third.
 
-Each ``make_*_step`` returns a function of arrays to be jitted by the caller. The model comes in as a
-`Forward`, so a decoder written elsewhere can be trained. Micro-batches are walked by a loop whose
+Each ``make_*_step`` returns a function of arrays to be jitted by the caller. The model comes in as
+a `Forward`, so a decoder written elsewhere can be trained. Micro-batches are walked by a loop whose
 length is the number of non-empty ones: the empty tail of a plan costs nothing, changes nothing.
 """
 
@@ -165,10 +165,10 @@ def make_advantage_step(
 ) -> Callable[..., tuple[TrainBatch, Metrics]]:
     """Build ``advantage_step(packed, anchors, scores, groups, kl_coef) -> (TrainBatch, metrics)``.
 
-    Runs once every micro-batch's anchors are back in place, over all policy tokens of the iteration.
-    The score of a trajectory sits on its last policy token, the KL penalty on every one; then GAE
-    within each trajectory and whitening over the whole batch (gae), or the group-relative total
-    (grpo). scores, groups: [trajectories]; entries no slot refers to are ignored.
+    Runs once every micro-batch's anchors are back in place, over all policy tokens of the
+    iteration. The score of a trajectory sits on its last policy token, the KL penalty on every one;
+    then GAE within each trajectory and whitening over the whole batch (gae), or the group-relative
+    total (grpo). scores, groups: [trajectories]; entries no slot refers to are ignored.
     """
 
     def advantage_step(

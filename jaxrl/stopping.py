@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: asked once, the run saves its last finished iteration and ends; twice, it ends now."""
+"""SIGTERM and Ctrl-C: asked once, the run saves its last finished iteration; twice, it ends now."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ class StopSignal:
     """Context manager that turns SIGTERM and SIGINT into a flag the loop polls."""
 
     def __init__(self) -> None:
+        """Nothing is caught before the context is entered."""
         self.requested: str | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
+        """Catch the signals."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._handle)
         return self
@@ -31,6 +33,7 @@ class StopSignal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Give the signals back."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -1,4 +1,4 @@
-"""The loop: start or resume, iterate, evaluate, record, save, and leave a whole checkpoint behind."""
+"""The loop: start or resume, iterate, evaluate, record, and leave a whole checkpoint behind."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _evaluate(run: Run, log: MetricsLog, progress: Progress, done: int) -> dict[
 
 
 def _check_health(config: Config, state: TrainState) -> None:
-    """Stop before a run of skipped updates wastes the night; nothing non-finite was ever applied."""
+    """Stop before skipped updates waste the night; nothing non-finite was ever applied."""
     skipped = int(state.skipped_in_a_row)
     if skipped >= config.algorithm.max_skipped_in_a_row:
         raise TrainingError(
@@ -130,9 +130,7 @@ def _check_health(config: Config, state: TrainState) -> None:
         )
 
 
-def _work(
-    run: Run, trajectories: list[Trajectory], metrics: dict[str, float]
-) -> dict[str, float]:
+def _work(run: Run, trajectories: list[Trajectory], metrics: dict[str, float]) -> dict[str, float]:
     """What the iteration did, for rates."""
     flops = iteration_flops(run.config, run.model.config, trajectories)
     return {

@@ -6,12 +6,13 @@ The model predicts token ``t`` from the hidden state at ``t - 1``; only `steps.p
 performs that shift.
 
 Two spaces appear. *Row space* ``[rows, row_len]`` is what the decoder sees. *Policy space*
-``[rows, K]`` holds only the tokens the policy wrote, gathered densely within each row (``policy_index``
-says where each came from). Log-probabilities, values, advantages and losses live in policy space, so
-prompt and padding tokens cost no vocabulary product and cannot leak into a loss.
+``[rows, K]`` holds only the tokens the policy wrote, gathered densely within each row
+(``policy_index`` says where each came from). Log-probabilities, values, advantages and losses live
+in policy space, so prompt and padding tokens cost no vocabulary product and cannot leak into a
+loss.
 
-Leading axes of a packed batch are ``[updates, micros]``: one optimizer step per update, its gradient
-summed over its micro-batches.
+Leading axes of a packed batch are ``[updates, micros]``: one optimizer step per update, its
+gradient summed over its micro-batches.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, dataclass_transform
 
 import jax
-import numpy as np
 
 __all__ = [
     "Anchors",
@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 FinishReason = Literal["stop", "length"]
-Array = jax.Array | np.ndarray
+Array = Any
+"""A jax.Array inside steps, NumPy on the host, a ShapeDtypeStruct where only shapes are known."""
 T = TypeVar("T")
 
 
@@ -59,7 +60,7 @@ class Prompt:
     text: str
     """The prompt as text, for reward functions and samples."""
     epoch: int = 0
-    """In which pass over the prompt set it was taken; with the row, it makes each request's seed its own."""
+    """Pass over the prompt set in which it was taken; with the row it makes a request's seed."""
     columns: Mapping[str, Any]
     """Every other column of the row, handed to the reward functions."""
 
@@ -71,7 +72,7 @@ class Sampling:
     max_new_tokens: int
     """Longest response, in tokens; the stop token counts."""
     temperature: float = 1.0
-    """Logits are divided by it; 0 means greedy, with log-probabilities reported at temperature 1."""
+    """Logits are divided by it; 0 means greedy, with log-probabilities at temperature 1."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -145,7 +146,7 @@ class PackedBatch:
 
 @pytree
 class Anchors:
-    """What is frozen before the first optimizer step, in policy space [updates, micros, rows, K]."""
+    """What is frozen before the first optimizer step, policy space [updates, micros, rows, K]."""
 
     old_logprobs: Array
     old_values: Array
@@ -168,7 +169,7 @@ class TrainBatch:
 
 @pytree
 class TrainState:
-    """All that an optimizer step reads and writes; a checkpoint holds exactly this and the host cursor."""
+    """All that an optimizer step reads and writes; with the cursor, all that a checkpoint holds."""
 
     policy_params: Any
     value_params: Any

@@ -1,9 +1,10 @@
 """The third pure step: one optimizer step over the micro-batches of one update.
 
-Every average is over the whole update: its tokens (or sequences) are counted before the loop and each
-micro-batch returns ``sum / global count``, so that plain sums of gradients equal the gradient of the
-whole, however the batch is cut. The gradient is taken with respect to policy and value parameters
-separately (``argnums=(0, 1)``), clipped once when it is complete, and applied only if it is finite.
+Every average is over the whole update: its tokens (or sequences) are counted before the loop and
+each micro-batch returns ``sum / global count``, so that plain sums of gradients equal the gradient
+of the whole, however the batch is cut. The gradient is taken with respect to policy and value
+parameters separately (``argnums=(0, 1)``), clipped once when it is complete, and applied only if it
+is finite.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def make_loss(
     """Build ``loss(policy_params, value_params, micro, weight) -> (loss, (sums, maxima))``.
 
     L = policy loss + value_coef * value loss - entropy_coef * H + kl_coef * KL (kl_in=loss), each
-    aggregated over the micro-batch and divided by `weight`, the count of the whole update. `sums` are
-    to be added over micro-batches and divided by the token count, `maxima` to be maximised.
+    aggregated over the micro-batch and divided by `weight`, the count of the whole update. `sums`
+    are to be added over micro-batches and divided by the token count, `maxima` to be maximised.
     """
 
     def loss(

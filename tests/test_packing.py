@@ -146,7 +146,5 @@ def test_every_token_lies_in_exactly_one_place(sizes: list[tuple[int, int]], upd
 
 def test_ragged_lengths_fill_rows_well():
     lengths = np.random.default_rng(0).integers(20, 400, 256).tolist()
-    layout = plan(
-        lengths, lengths, updates=1, micro_batch_tokens=4096, row_lengths=[1024]
-    )
+    layout = plan(lengths, lengths, updates=1, micro_batch_tokens=4096, row_lengths=[1024])
     assert layout.efficiency > 0.95

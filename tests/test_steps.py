@@ -70,7 +70,9 @@ def make_trajectories(count: int = 12, seed: int = 0, masks: bool = True) -> lis
     return out
 
 
-def lay_out(ts: list[Trajectory], *, tokens: int = 64, updates: int = 1, row: int = 16) -> PackedBatch:
+def lay_out(
+    ts: list[Trajectory], *, tokens: int = 64, updates: int = 1, row: int = 16
+) -> PackedBatch:
     layout = plan(
         [len(t.ids) for t in ts],
         [sum(t.mask) for t in ts],
@@ -134,7 +136,7 @@ def one(batch: Any, update: int = 0) -> Any:
 
 
 def by_hand(ts: list[Trajectory], params: Any, value: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Log-probabilities and values of each trajectory's policy tokens, one by one, dense, float64."""
+    """Log-probabilities and values of each trajectory's policy tokens, one by one, in float64."""
     out = []
     for t in ts:
         ids = np.asarray(t.ids)
@@ -148,7 +150,7 @@ def by_hand(ts: list[Trajectory], params: Any, value: Any) -> list[tuple[np.ndar
 
 
 def test_anchors_equal_each_trajectory_alone():
-    """LP-01, LP-02, GAE-16: a policy token is scored from the position before it, in its segment."""
+    """LP-01, LP-02, GAE-16: a policy token is scored from the position before it."""
     ts = make_trajectories()
     packed = lay_out(ts)
     _, _, _, _, anchors = prepare(AlgorithmConfig(), ts, packed)
@@ -285,7 +287,9 @@ def test_loss_and_gradient_equal_a_dense_reference():
             logp = logp_all[jnp.arange(len(at)), ids[at]]
             entropy = -jnp.sum(jnp.exp(logp_all) * logp_all, -1)
             v = (hidden[at - 1] @ value["w"])[:, 0]
-            old_v, ret, adv = (pick(x, i) for x in (batch.old_values, batch.returns, batch.advantages))
+            old_v, ret, adv = (
+                pick(x, i) for x in (batch.old_values, batch.returns, batch.advantages)
+            )
             ratio = jnp.exp(logp - pick(batch.old_logprobs, i))
             policy_loss = jnp.maximum(-adv * ratio, -adv * jnp.clip(ratio, 0.9, 1.3))
             clipped = old_v + jnp.clip(v - old_v, -0.1, 0.1)
@@ -313,7 +317,9 @@ def test_an_update_without_policy_tokens_changes_nothing():
     after, metrics = update(state, one(dataclasses.replace(batch, packed=empty)))
     for name in ("policy_params", "value_params", "policy_opt", "value_opt", "skipped"):
         for a, b in zip(
-            jax.tree.leaves(getattr(state, name)), jax.tree.leaves(getattr(after, name)), strict=True
+            jax.tree.leaves(getattr(state, name)),
+            jax.tree.leaves(getattr(after, name)),
+            strict=True,
         ):
             assert (np.asarray(a) == np.asarray(b)).all(), name
     assert float(metrics["loss"]) == 0.0
@@ -328,7 +334,9 @@ def test_nf01_a_nan_skips_the_update_and_counts_it():
     assert (int(after.skipped), int(after.skipped_in_a_row)) == (1, 1)
     for name in ("policy_params", "value_params", "policy_opt", "value_opt"):
         for a, b in zip(
-            jax.tree.leaves(getattr(state, name)), jax.tree.leaves(getattr(after, name)), strict=True
+            jax.tree.leaves(getattr(state, name)),
+            jax.tree.leaves(getattr(after, name)),
+            strict=True,
         ):
             assert (np.asarray(a) == np.asarray(b)).all(), name
     good, _ = update(after, one(batch))

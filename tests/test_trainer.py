@@ -1,4 +1,4 @@
-"""Whole runs of the tiny model: learning, exact first ratio, resume to the bit, stops, bad input."""
+"""Whole runs of the tiny model: learning, exact first ratio, resume to the bit, bad input."""
 
 from __future__ import annotations
 
@@ -178,7 +178,6 @@ def write_functions(folder: Path) -> None:
     (folder / "my_rewards.py").write_text(
         "import math, os, time\n"
         "def short(completions, **kw): return [1.0]\n"
-        "def none(completions, **kw): return [None if 'a' in c or not c else 1.0 for c in completions]\n"
         "def raises(completions, **kw): raise ValueError('boom')\n"
         "def nans(completions, **kw): return [math.nan] * len(completions)\n"
         "def some(completions, **kw):\n"
@@ -222,9 +221,7 @@ def test_rw03_invalid_rewards_can_be_dropped_and_are_counted(
     write_functions(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     options = ["reward.on_invalid=drop", "iterations=2"]
-    some = go(
-        configure(base, tmp_path / "a", "reward.functions=[{fn: my_rewards:some}]", *options)
-    )
+    some = go(configure(base, tmp_path / "a", "reward.functions=[{fn: my_rewards:some}]", *options))
     assert [row["reward/invalid"] for row in some["metrics"][1:]] == [11.0, 11.0]
     everything = go(
         configure(base, tmp_path / "b", "reward.functions=[{fn: my_rewards:nans}]", *options)

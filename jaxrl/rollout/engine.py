@@ -1,8 +1,8 @@
 """What an engine is: prompts in, trajectories out, weights replaced in between.
 
 The checks and the seeds are here because every engine owes them: an id outside the vocabulary is
-silent garbage in one engine and a crash in another, and a completion must not depend on what else was
-asked for in the same call.
+silent garbage in one engine and a crash in another, and a completion must not depend on what else
+was asked for in the same call.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ __all__ = ["RolloutEngine", "check_request", "request_keys"]
 
 class RolloutEngine(Protocol):
     """Samples completions with the weights that were published last."""
+
+    @property
+    def compilations(self) -> int:
+        """Programs this process has compiled to sample; 0 where another process does the work."""
+        ...
 
     def generate(
         self, prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, seed: int
@@ -63,15 +68,14 @@ def request_keys(
     """
     # A key takes 32 bits; the upper ones are folded in so that no two seeds coincide silently.
     words = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32)
-    return _fold(words, *(np.asarray(x, np.int64).astype(np.uint32) for x in (rows, samples)))
+    parts = (rows, samples, np.zeros(len(rows)) if epochs is None else epochs)
+    return _fold(words, *(np.asarray(x, np.int64).astype(np.uint32) for x in parts))
 
 
 @jax.jit
-def _fold(words: jax.Array, rows: jax.Array, samples: jax.Array) -> jax.Array:
+def _fold(words: jax.Array, *parts: jax.Array) -> jax.Array:
     root = jax.random.fold_in(jax.random.key(words[0], impl="threefry2x32"), words[1])
-    return jax.vmap(lambda row, sample: jax.random.fold_in(jax.random.fold_in(root, row), sample))(
-        rows, samples
-    )
+    return jax.vmap(lambda *part: functools.reduce(jax.random.fold_in, part, root))(*parts)
 
 
 def check_request(
@@ -80,8 +84,8 @@ def check_request(
     """Refuse a request that no engine could answer truthfully.
 
     Raises:
-        RolloutError: an empty prompt or an id outside the vocabulary (naming the row), or a sampling
-            setting outside its range.
+        RolloutError: an empty prompt or an id outside the vocabulary (naming the row), or a
+            sampling setting outside its range.
     """
     if samples < 1:
         raise RolloutError(f"samples={samples!r} must be at least 1")
