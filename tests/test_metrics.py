@@ -215,6 +215,24 @@ def test_a_tracker_that_hangs_at_the_end_is_left_behind(caplog: pytest.LogCaptur
     assert "did not finish within 0.05 s" in caplog.text
 
 
+def test_a_tracker_given_up_that_fails_later_is_not_told_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    until = threading.Event()
+
+    class Late(Raises):
+        def write(self, step: int, values: Mapping[str, float]) -> None:
+            until.wait()
+            raise ConnectionError("timed out at last")
+
+    guarded = GuardedTracker(Late)
+    guarded.write(0, {})
+    guarded.close(seconds=0.05)
+    until.set()
+    guarded._thread.join()
+    assert len(caplog.records) == 1 and "did not finish" in caplog.text
+
+
 def test_a_record_that_cannot_be_written_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
