@@ -39,7 +39,7 @@ if [[ -x "$venv/bin/python" ]] && ! new_enough "$venv/bin/python"; then
     echo "error: $venv holds a Python older than 3.11 or a broken one; remove it, or set JAXRL_VENV" >&2
     exit 1
 fi
-if [[ ! -x "$venv/bin/python" ]]; then
+if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then # not there, or left half-made
     python="$(find_python)"
     echo "making $venv with $("$python" --version)"
     if ! "$python" -m venv "$venv"; then

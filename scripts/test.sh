@@ -23,11 +23,11 @@ step model
 "$venv/bin/python" scripts/get_smollm2.py
 
 step lint
-"$venv/bin/ruff" check .
+"$venv/bin/python" -m ruff check .
 step format
-"$venv/bin/ruff" format --check .
+"$venv/bin/python" -m ruff format --check .
 step types
-"$venv/bin/pyright" --pythonpath "$venv/bin/python"
+"$venv/bin/python" -m pyright --pythonpath "$venv/bin/python"
 
 step tests
 # One thread a process: more of them only wait for each other. Nothing may reach for the network.
