@@ -23,15 +23,18 @@ Params = Mapping[str, Any]
 
 @pytree
 class Cache:
-    """Keys and values of the tokens so far, all layers together; `index` columns are in use."""
+    """Keys and values of the tokens so far, all layers together; `index` columns are in use.
 
-    k: jax.Array
+    Fields are arrays, or what stands for one in a tree of shapes or shardings.
+    """
+
+    k: Any
     """[layers, batch, columns, kv_heads, head_dim], compute dtype; rotated already."""
-    v: jax.Array
+    v: Any
     """Like k."""
-    positions: jax.Array
+    positions: Any
     """int32 [batch, columns]: position of each column's token; -1: empty or padding, never seen."""
-    index: jax.Array
+    index: Any
     """int32 scalar: the next column, the same for all rows."""
 
 
@@ -72,16 +75,21 @@ class Model:
         tokens: Int[Array, "batch time"],
         positions: Int[Array, "batch time"],
         segment_ids: Int[Array, "batch time"],
+        branch_ids: Int[Array, "batch time"] | None = None,
     ) -> Float[Array, "batch time embed"]:
         """Hidden states after the final norm, in the compute dtype.
 
         A token sees the tokens before it (and itself) with its own segment id, within the sliding
         window where the layer has one. Segment 0 is padding: it sees padding only, so that it
-        stays finite, and nothing else sees it.
+        stays finite, and nothing else sees it. With branch ids it sees, of those, only branch 0
+        (a shared prompt) and its own branch (one of the responses to it).
         """
         time = jnp.arange(tokens.shape[1])
         causal = time[None, :, None] >= time[None, None, :]
         mask = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        if branch_ids is not None:
+            keys, queries = branch_ids[:, None, :], branch_ids[:, :, None]
+            mask = mask & ((keys == 0) | (keys == queries))
         hidden, _ = self._decoder(self.remat).apply(
             _trunk(params), tokens, positions, mask, positions
         )

@@ -32,7 +32,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
 def test_table_is_the_tree_of_the_module(config: ModelConfig) -> None:
-    params = Model(config).init(jax.random.key(0))
+    params = jax.eval_shape(Model(config).init, jax.random.key(0))
     leaves = jax.tree_util.tree_leaves_with_path(params)
     shapes = {tuple(key.key for key in path): leaf.shape for path, leaf in leaves}
     assert shapes == {weight.path: weight.full_shape for weight in weight_table(config)}
