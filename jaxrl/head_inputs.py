@@ -17,6 +17,8 @@ from jax.typing import ArrayLike
 
 __all__ = ["HeadInputs", "TiedHead", "prepare"]
 
+_BANNED = -1e30
+
 
 class TiedHead(NamedTuple):
     """A head given as the embedding [V, D] it is tied to.
@@ -93,7 +95,8 @@ class HeadInputs(NamedTuple):
             preferred_element_type=jnp.float32,
         )
         if self.bias is not None:
-            logits = logits + self.bias.astype(jnp.float32)[None, None]
+            # -inf bans a token; a finite stand-in keeps 0 * log 0 at 0, here and in gradients.
+            logits = logits + jnp.maximum(self.bias.astype(jnp.float32), _BANNED)[None, None]
         return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
     def over_temperature(self, x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ same thing: the temperature, the soft cap, the bias and the head are arguments o
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -147,7 +148,7 @@ def _evaluate(
     if rows * length == 0:
         results = (jnp.zeros((rows, length), jnp.float32),) * 2
     elif chunk_size is None:
-        results = _dense(inputs, cap, entropy)
+        results = _dense(cap, entropy, inputs)
     else:
         sizes = {"chunk_size": int(chunk_size), "softcap": cap, "entropy": entropy}
         results = blocked_logprobs(block_plan(rows, length, inputs.vocab, **sizes), inputs)
@@ -157,7 +158,8 @@ def _evaluate(
     return logprobs, entropies
 
 
-def _dense(inputs: HeadInputs, softcap: float | None, entropy: bool) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _dense(softcap: float | None, entropy: bool, inputs: HeadInputs) -> tuple[jax.Array, jax.Array]:
     """The plain path of chunk_size None: all logits at once, gradients by autodiff."""
     inputs = inputs.chunk(0, inputs.targets.shape[1])
     logp = jax.nn.log_softmax(inputs.over_temperature(inputs.raw_logits(softcap)))
@@ -166,6 +168,4 @@ def _dense(inputs: HeadInputs, softcap: float | None, entropy: bool) -> tuple[ja
     logprobs = jnp.where(inputs.targets >= 0, picked, jnp.nan)
     if not entropy:
         return logprobs, jnp.zeros_like(logprobs)
-    # Finite, so that a token banned with -inf contributes 0 * log 0 = 0 and no NaN.
-    finite = jnp.maximum(logp, jnp.finfo(jnp.float32).min)
-    return logprobs, jnp.maximum(-(jnp.exp(logp) * finite).sum(-1), 0.0)
+    return logprobs, jnp.maximum(-(jnp.exp(logp) * logp).sum(-1), 0.0)

@@ -28,8 +28,6 @@ __all__ = ["BlockPlan", "block_plan", "blocked_logprobs"]
 _SIDE_CPU = 1024
 _SIDE_ACCELERATOR = 4096
 _SMALLEST_WIDTH = 128
-# exp(-200) is 0 in float32; the bound keeps 0 * log 0 at 0 where a bias bans a token with -inf.
-_LOG_ZERO = -200.0
 
 
 class BlockPlan(NamedTuple):
@@ -82,7 +80,7 @@ def _absorb(
     """Take one block of logits x [R, C, width] into the running sums."""
     top = jnp.maximum(run.top, x.max(-1))
     shrink = jnp.exp(run.top - top)
-    below = jnp.maximum(x - top[..., None], _LOG_ZERO)
+    below = x - top[..., None]
     weight = jnp.exp(below)
     total = run.total * shrink + weight.sum(-1)
     moment = run.moment
@@ -103,7 +101,7 @@ def _forward_chunk(plan: BlockPlan, inputs: HeadInputs) -> tuple[jax.Array, jax.
         return _absorb(run, x, inputs.targets, start, plan.entropy)
 
     zero = jnp.zeros(inputs.targets.shape, jnp.float32)
-    # Finite, not -inf: a first block that is banned altogether would otherwise give inf - inf.
+    # Finite, not -inf, which would make the empty moment 0 * inf.
     empty = _Running(zero + jnp.finfo(jnp.float32).min, zero, zero, zero + jnp.nan)
     run = _fold(absorb_block, empty, inputs.vocab, plan.vocab)
     log_total = jnp.log(run.total)
@@ -126,6 +124,12 @@ def _forward(plan: BlockPlan, inputs: HeadInputs) -> tuple[jax.Array, ...]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _evaluate(plan: BlockPlan, inputs: HeadInputs) -> tuple[jax.Array, jax.Array]:
+    return _forward(plan, inputs)[:2]
+
+
+# One compilation when called outside of jit; inside, no trace of this is left.
+@partial(jax.jit, static_argnums=0, inline=True)
 def blocked_logprobs(plan: BlockPlan, inputs: HeadInputs) -> tuple[jax.Array, jax.Array]:
     """Log-probability and entropy of the targets, float32 [R, T] each.
 
@@ -133,7 +137,7 @@ def blocked_logprobs(plan: BlockPlan, inputs: HeadInputs) -> tuple[jax.Array, ja
     plan does not ask for it.  Differentiable once, in reverse mode, with respect to hidden, head,
     bias and temperature.
     """
-    return _forward(plan, inputs)[:2]
+    return _evaluate(plan, inputs)
 
 
 def _save(plan: BlockPlan, inputs: HeadInputs) -> tuple[Any, Any]:
@@ -163,7 +167,7 @@ def _slope(
     plan: BlockPlan, x: jax.Array, start: ArrayLike, targets: jax.Array, token: _PerToken
 ) -> jax.Array:
     """Gradient of the loss with respect to one block of scaled logits x [R, C, width]."""
-    logp = jnp.maximum(x - token.lse[..., None], _LOG_ZERO)
+    logp = x - token.lse[..., None]
     pull = token.d_logprob[..., None]
     if plan.entropy:
         pull = pull + token.d_entropy[..., None] * (logp + token.entropy[..., None])
@@ -191,8 +195,7 @@ def _add_chunk(
     dtype = wide if wide == jnp.bfloat16 else jnp.float32  # float16 would underflow
     dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
     d_dot, hidden, matrix = (y.astype(dtype) for y in (d_raw, part.hidden, part.matrix))
-    # x is -inf where d_x is 0 for a banned token; the temperature's own 1/T comes at the end.
-    d_heat = -(d_x * jnp.maximum(x, jnp.finfo(jnp.float32).min)).sum(-1)
+    d_heat = -(d_x * x).sum(-1)  # times 1 / temperature, once, at the end
     return _Grads(
         _add(grads.hidden, dot(f"rtv,{part.layout}->rtd", d_dot, matrix), at),
         grads.matrix + dot("rtd,rtv->dv", hidden, d_dot),
@@ -251,4 +254,4 @@ def _backward(plan: BlockPlan, saved: Any, cotangents: Any) -> tuple[HeadInputs]
     return (d_inputs,)
 
 
-blocked_logprobs.defvjp(_save, _backward)
+_evaluate.defvjp(_save, _backward)
