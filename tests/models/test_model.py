@@ -89,6 +89,32 @@ def test_packed_gradients_do_not_mix() -> None:
 
 
 @each_config
+def test_responses_that_share_a_prompt_do_not_see_each_other(config: ModelConfig) -> None:
+    """One prompt (branch 0) and two responses in a segment: each is what it is alone."""
+    model, params = start(config)
+    prompt, first, other, second = (rng.integers(0, 64, n) for n in (4, 2, 2, 3))
+    positions = ints([*range(4), *range(4, 6), *range(4, 7)])
+    branches = ints([0] * 4 + [1] * 2 + [2] * 3)
+    packed = [
+        hidden_states(
+            model,
+            params,
+            ints([*prompt, *response, *second]),
+            positions,
+            jnp.ones_like(positions),
+            branches,
+        )[0]
+        for response in (first, other)
+    ]
+    assert (packed[0][:4] == packed[1][:4]).all() and (packed[0][6:] == packed[1][6:]).all()
+    assert abs(packed[0][4:6] - packed[1][4:6]).max() > 0.1
+    with_first = alone(model, params, np.concatenate([prompt, first]))
+    with_second = alone(model, params, np.concatenate([prompt, second]))
+    np.testing.assert_allclose(packed[0][:6], with_first, atol=1e-5)
+    np.testing.assert_allclose(packed[0][6:], with_second[4:], atol=1e-5)
+
+
+@each_config
 def test_padding_on_either_side_changes_nothing(config: ModelConfig) -> None:
     """LP-09, TK-03: positions count real tokens; what stands in the padding does not matter."""
     model, params = start(config)
@@ -269,6 +295,9 @@ def test_bfloat16_is_close(config: ModelConfig) -> None:
     assert rough.dtype == jnp.bfloat16
     assert model.init_cache(1, 2).k.dtype == jnp.bfloat16
     exact = hidden_states(exact_model, params, *batch)
+    # A sampler may cast its copy of the parameters once, instead of at every step.
+    cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    assert (hidden_states(model, cast, *batch) == rough).all()
     real = batch[2] > 0
     error = abs(rough.astype(jnp.float32) - exact).mean(axis=-1)[real]
     assert 0 < error.mean() < 0.03
