@@ -1,4 +1,4 @@
-"""What `scripts/train.py` does: a whole run, a dry run, an evaluation; each gives an exit status."""
+"""What `scripts/train.py` does: a run, a dry run, an evaluation; each gives an exit status."""
 
 from __future__ import annotations
 

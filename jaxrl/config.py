@@ -255,6 +255,9 @@ class PackingConfig:
     """Tokens a micro-batch: rows times row length."""
     row_lengths: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048, 4096])
     """Allowed row lengths, one compile each; the shortest that holds every trajectory is taken."""
+    share_prompts: bool = True
+    """The samples of a prompt share one copy of it in a row, as far as they fit: same numbers, the
+    prompt computed once."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxrl.config import CriticConfig
 from jaxrl.models import Model, value_head_apply, value_head_init
-from jaxrl.steps import Forward, predicting_hidden
+from jaxrl.steps import Forward, predicting_hidden, row_inputs
 from jaxrl.types import PackedBatch
 
 __all__ = ["init_value_params", "make_forward"]
@@ -35,9 +35,7 @@ def make_forward(model: Model, critic: CriticConfig | None) -> Forward:
 
     def own_values(value_params: Any, hidden: jax.Array, packed: PackedBatch) -> jax.Array:
         del hidden
-        own = model.hidden(
-            value_params["trunk"], packed.tokens, packed.positions, packed.segment_ids
-        )
+        own = model.hidden(value_params["trunk"], *row_inputs(packed))
         return value_head_apply(value_params["value_head"], predicting_hidden(own, packed))
 
     return Forward(model.hidden, model.head, own_values if critic.kind == "model" else head_values)

@@ -43,7 +43,8 @@ def iteration_flops(
 ) -> dict[str, float]:
     """FLOPs of rollout, score and update, for these trajectories.
 
-    The prompt is counted once for all its samples. A critic of its own adds a trunk without head to
+    The prompt is counted once for all its samples in the rollout, and in score and update too where
+    they share it (packing.share_prompts). A critic of its own adds a trunk without head to
     score and update, a reference one forward pass to score.
     """
     own_trunk = config.needs_critic and config.critic.kind == "model"
@@ -52,8 +53,10 @@ def iteration_flops(
         total, prompt, policy = len(t.ids), len(t.prompt.ids), sum(t.mask)
         whole = sequence_flops(model, total, policy)
         trunk = sequence_flops(model, total, 0) if own_trunk else 0.0
-        shared = sequence_flops(model, prompt, 0) * (1.0 - 1.0 / config.rollout.samples)
-        rollout += sequence_flops(model, total, len(t.response_ids)) - shared
+        spared = sequence_flops(model, prompt, 0) * (1.0 - 1.0 / config.rollout.samples)
+        rollout += sequence_flops(model, total, len(t.response_ids)) - spared
+        if config.packing.share_prompts:
+            whole, trunk = whole - spared, trunk - spared * own_trunk
         score += _FORWARD * (whole * (1 + config.needs_reference) + trunk)
         update += _TRAIN * (whole + trunk) * config.algorithm.epochs
     return {"rollout": rollout, "score": score, "update": update}

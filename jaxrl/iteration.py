@@ -86,9 +86,12 @@ def iterate(
 
 def plan_for(config: Config, trajectories: Sequence[Trajectory], multiple: int) -> Plan:
     """The layout of these trajectories under the run's settings."""
+    groups = [t.prompt.row for t in trajectories] if config.packing.share_prompts else None
     return plan(
-        [len(t.ids) for t in trajectories],
+        [len(t.prompt.ids) for t in trajectories],
+        [len(t.response_ids) for t in trajectories],
         [sum(t.mask) for t in trajectories],
+        groups=groups,
         updates=config.algorithm.updates,
         micro_batch_tokens=config.packing.micro_batch_tokens,
         row_lengths=config.packing.row_lengths,
@@ -142,6 +145,7 @@ def _metrics(
         "rollout/truncated_fraction": np.mean([t.truncated for t in trajectories]),
         "packing/efficiency": layout.efficiency,
         "packing/tokens": float(layout.used_tokens),
+        "packing/trained_tokens": float(sum(len(t.ids) for t in trajectories)),
         "kl/coef": float(state.kl_coef),
         "updates/skipped": float(state.skipped),
         "first_update/ratio_mean": first["policy/ratio_mean"],

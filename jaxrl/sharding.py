@@ -40,7 +40,7 @@ RULES: Mapping[str | None, str | None] = {
 """Logical axis of a parameter to mesh axis."""
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Devices as [data, fsdp, tensor].
 
     Raises:

@@ -28,6 +28,7 @@ __all__ = [
     "make_score_step",
     "policy_outputs",
     "predicting_hidden",
+    "row_inputs",
     "busy_micros",
     "take_micro",
 ]
@@ -40,9 +41,18 @@ class HiddenApply(Protocol):
     """The decoder up to its final norm."""
 
     def __call__(
-        self, params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array,
+        branch_ids: jax.Array,
+        /,
     ) -> jax.Array:
-        """Hidden states [rows, row_len, D] for tokens, positions and segments [rows, row_len]."""
+        """Hidden states [rows, row_len, D]; the other arguments are [rows, row_len].
+
+        A token sees the tokens before it in its segment whose branch is 0 or its own.
+        """
         ...
 
 
@@ -59,14 +69,18 @@ class Forward(NamedTuple):
     """
 
 
+def row_inputs(packed: PackedBatch) -> tuple[Any, Any, Any, Any]:
+    """What a decoder is given of packed rows, in `HiddenApply`'s order."""
+    return packed.tokens, packed.positions, packed.segment_ids, packed.branch_ids
+
+
 def predicting_hidden(hidden: jax.Array, packed: PackedBatch) -> jax.Array:
     """Hidden states that predict the policy tokens: [rows, row_len, D] to [rows, K, D].
 
-    The token at position p is predicted from position p - 1 of the same row. This is the only place
-    that shifts. Entries without a policy token read position 0 and are masked by every user.
+    The state before a policy token stands where that token is predicted: at the token before it in
+    its trajectory. Entries without a policy token read position 0 and are masked by every user.
     """
-    before = jnp.maximum(packed.policy_index - 1, 0)
-    return jnp.take_along_axis(hidden, before[..., None], axis=-2)
+    return jnp.take_along_axis(hidden, packed.policy_before[..., None], axis=-2)
 
 
 def policy_outputs(
@@ -82,7 +96,7 @@ def policy_outputs(
 
     Anchors and training both come through here, which is what makes the first ratio exactly 1.
     """
-    hidden = forward.hidden(policy_params, packed.tokens, packed.positions, packed.segment_ids)
+    hidden = forward.hidden(policy_params, *row_inputs(packed))
     logprobs, entropies = token_logprobs_and_entropy(
         predicting_hidden(hidden, packed),
         forward.head(policy_params),

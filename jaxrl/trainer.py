@@ -135,6 +135,6 @@ def _work(run: Run, trajectories: list[Trajectory], metrics: dict[str, float]) -
     flops = iteration_flops(run.config, run.model.config, trajectories)
     return {
         "generated_tokens": metrics["rollout/tokens"],
-        "trained_tokens": metrics["packing/tokens"] * run.config.algorithm.epochs,
+        "trained_tokens": metrics["packing/trained_tokens"] * run.config.algorithm.epochs,
         "model_flops": sum(flops.values()),
     }

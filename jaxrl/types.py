@@ -2,8 +2,8 @@
 
 Alignment: every per-token array is aligned to the token it describes,
 ``logprobs[..., t] = log p(token[t] | token[<t])`` and ``values[..., t] = V(state before token t)``.
-The model predicts token ``t`` from the hidden state at ``t - 1``; only `steps.predicting_hidden`
-performs that shift.
+The model predicts token ``t`` from the hidden state of the token before it; only `packing.pack`
+works out where that is (``policy_before``) and only `steps.predicting_hidden` reads it.
 
 Two spaces appear. *Row space* ``[rows, row_len]`` is what the decoder sees. *Policy space*
 ``[rows, K]`` holds only the tokens the policy wrote, gathered densely within each row
@@ -129,13 +129,21 @@ class PackedBatch:
     positions: Array
     """int32 [..., row_len]; counts from 0 within each segment."""
     segment_ids: Array
-    """int32 [..., row_len]; 1, 2, ... for the trajectories of a row, 0 for padding."""
+    """int32 [..., row_len]; 1, 2, ... for the units of a row, 0 for padding.
+
+    A unit is a prompt followed by its response, or by several responses to it."""
+    branch_ids: Array
+    """int32 [..., row_len]; 0 in the prompt, 1, 2, ... in the responses of a unit.
+
+    A token sees its unit's prompt and what precedes it in its own branch."""
     policy_index: Array
     """int32 [..., K]; position in the row of each policy token."""
+    policy_before: Array
+    """int32 [..., K]; position of the token before it: where it is predicted."""
     policy_valid: Array
     """bool [..., K]."""
     policy_segments: Array
-    """int32 [..., K]; segment of each policy token, 0 where there is none."""
+    """int32 [..., K]; number of its trajectory within the row, 0 where there is none."""
     policy_targets: Array
     """int32 [..., K]; the policy tokens themselves."""
     trajectory: Array

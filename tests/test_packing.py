@@ -27,9 +27,10 @@ def trajectory(
 
 def lay(trajectories: list[Trajectory], **options: object):
     settings = {"updates": 1, "micro_batch_tokens": 16, "row_lengths": [8]} | options
-    lengths = [len(t.ids) for t in trajectories]
+    prompts = [len(t.prompt.ids) for t in trajectories]
+    responses = [len(t.response_ids) for t in trajectories]
     own = [sum(t.mask) for t in trajectories]
-    return plan(lengths, own, **settings)
+    return plan(prompts, responses, own, **settings)
 
 
 def test_two_trajectories_share_a_row_by_hand():
@@ -44,13 +45,40 @@ def test_two_trajectories_share_a_row_by_hand():
     # PK-02: positions start again at 0 in every segment.
     assert packed.positions[row].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert packed.segment_ids[row].tolist() == [1, 1, 1, 1, 1, 2, 2, 2]
+    assert packed.branch_ids[row].tolist() == [0, 0, 0, 1, 1, 0, 1, 1]
     assert packed.policy_index[row].tolist() == [6, 7, 3, 4]
+    assert packed.policy_before[row].tolist() == [5, 6, 2, 3]
     assert packed.policy_targets[row].tolist() == [5, 6, 9, 2]
     assert packed.policy_segments[row].tolist() == [2, 2, 1, 1]
     assert packed.trajectory[row].tolist() == [0, 0, 1, 1]
     assert packed.behaviour_logprobs[row].tolist() == [0.0, -0.5, -1.0, -1.5]
     assert packed.policy_valid[row].all() and not packed.policy_valid[0, 0, 1].any()
     assert layout.efficiency == 0.5  # one of two rows is empty
+
+
+def test_samples_of_a_prompt_share_it_by_hand():
+    """Prompt [1, 2], responses [5, 6] and [7]; a third trajectory has another prompt."""
+    a, b, c = trajectory([1, 2], [5, 6]), trajectory([1, 2], [7]), trajectory([3], [8, 9])
+    layout = lay([a, b, c], groups=[0, 0, 1])
+    packed = pack([a, b, c], layout)
+    row = (0, 0, 0)
+    assert packed.tokens[row].tolist() == [1, 2, 5, 6, 7, 3, 8, 9]
+    assert packed.positions[row].tolist() == [0, 1, 2, 3, 2, 0, 1, 2]
+    assert packed.segment_ids[row].tolist() == [1, 1, 1, 1, 1, 2, 2, 2]
+    assert packed.branch_ids[row].tolist() == [0, 0, 1, 1, 2, 0, 1, 1]
+    assert packed.policy_index[row].tolist()[:5] == [2, 3, 4, 6, 7]
+    assert packed.policy_before[row].tolist()[:5] == [1, 2, 1, 5, 6]  # both start from token 1
+    assert packed.policy_segments[row].tolist()[:5] == [1, 1, 2, 3, 3]
+    assert packed.trajectory[row].tolist()[:5] == [0, 0, 1, 2, 2]
+    assert layout.used_tokens == 8
+
+
+def test_samples_that_do_not_fit_one_row_share_in_several():
+    ts = [trajectory([1, 2, 3], [4, 5]) for _ in range(4)]  # 3 + 2 + 2 fit into 8, 3 + 6 do not
+    layout = lay(ts, groups=[0] * 4)
+    assert [(s.row, s.segment, s.branch) for s in layout.slots] == [
+        *((0, 1, 1), (0, 1, 2), (1, 1, 1), (1, 1, 2))
+    ]
 
 
 def test_tk02_a_stop_token_equal_to_the_padding_id_stays_a_policy_token():
@@ -129,6 +157,7 @@ def test_every_token_lies_in_exactly_one_place(sizes: list[tuple[int, int]], upd
         for i, (p, r) in enumerate(sizes)
     ]
     layout = lay(ts, updates=updates, row_lengths=[16, 32], micro_batch_tokens=64)
+    assert len({(s.update, s.micro, s.row, s.prompt_offset) for s in layout.slots}) == len(ts)
     packed = pack(ts, layout)
     used = packed.segment_ids > 0
     assert sorted(packed.tokens[used].tolist()) == sorted(t for x in ts for t in x.ids)
@@ -146,5 +175,7 @@ def test_every_token_lies_in_exactly_one_place(sizes: list[tuple[int, int]], upd
 
 def test_ragged_lengths_fill_rows_well():
     lengths = np.random.default_rng(0).integers(20, 400, 256).tolist()
-    layout = plan(lengths, lengths, updates=1, micro_batch_tokens=4096, row_lengths=[1024])
+    layout = plan(
+        [0] * 256, lengths, lengths, updates=1, micro_batch_tokens=4096, row_lengths=[1024]
+    )
     assert layout.efficiency > 0.95

@@ -21,10 +21,14 @@ from jaxrl.update import make_update_step
 VOCAB, WIDTH = 11, 6
 
 
-def hidden_apply(params: Any, tokens: Any, positions: Any, segment_ids: Any) -> jax.Array:
-    """A causal model without attention: a running sum of embeddings within each segment."""
+def hidden_apply(
+    params: Any, tokens: Any, positions: Any, segment_ids: Any, branch_ids: Any
+) -> jax.Array:
+    """A causal model without attention: a running sum of the embeddings a token sees."""
     same = segment_ids[..., :, None] == segment_ids[..., None, :]
-    causal = jnp.tril(jnp.ones(same.shape[-2:], bool))
+    branch = branch_ids[..., None, :]
+    same &= (branch == 0) | (branch == branch_ids[..., :, None])
+    causal = jnp.tril(jnp.ones(same.shape, bool))
     embedded = params["embed"][tokens] * (1.0 + 0.01 * positions[..., None])
     return jnp.tanh(jnp.where(same & causal, 1.0, 0.0) @ embedded)
 
@@ -47,16 +51,19 @@ def make_params(seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def make_trajectories(count: int = 12, seed: int = 0, masks: bool = True) -> list[Trajectory]:
     rng = np.random.default_rng(seed)
-    out = []
+    out: list[Trajectory] = []
     for i in range(count):
-        prompt, response = rng.integers(1, 5), rng.integers(1, 9)
+        prompt, response = (
+            tuple(rng.integers(0, VOCAB, rng.integers(1, 5)).tolist()),
+            rng.integers(1, 9),
+        )
         mask = rng.random(response) < 0.7 if masks else np.ones(response, bool)
         mask[-1] = True
         out.append(
             Trajectory(
                 prompt=Prompt(
                     row=i // 2,
-                    ids=tuple(rng.integers(0, VOCAB, prompt).tolist()),
+                    ids=out[-1].prompt.ids if i % 2 else prompt,
                     text="",
                     columns={},
                 ),
@@ -71,14 +78,16 @@ def make_trajectories(count: int = 12, seed: int = 0, masks: bool = True) -> lis
 
 
 def lay_out(
-    ts: list[Trajectory], *, tokens: int = 64, updates: int = 1, row: int = 16
+    ts: list[Trajectory], *, tokens: int = 64, updates: int = 1, row: int = 16, share: bool = True
 ) -> PackedBatch:
     layout = plan(
-        [len(t.ids) for t in ts],
+        [len(t.prompt.ids) for t in ts],
+        [len(t.response_ids) for t in ts],
         [sum(t.mask) for t in ts],
         updates=updates,
         micro_batch_tokens=tokens,
         row_lengths=[row],
+        groups=[t.prompt.row for t in ts] if share else None,
     )
     return jax.tree.map(jnp.asarray, pack(ts, layout))
 
@@ -193,7 +202,7 @@ def test_gae12_whitening_sees_the_whole_batch():
     _, _, batch, _, _ = prepare(AlgorithmConfig(), ts, packed)
     valid = np.asarray(packed.policy_valid)
     adv = np.asarray(batch.advantages)[valid]
-    assert packed.policy_valid.shape[:2] == (3, 4)
+    assert packed.policy_valid.shape[:2] == (3, 2)
     np.testing.assert_allclose([adv.mean(), adv.std()], [0.0, 1.0], atol=1e-5)
 
 
@@ -237,8 +246,8 @@ def test_the_update_does_not_depend_on_how_the_batch_is_cut(name: str):
     """AG-02, AG-05, AG-07, AG-08: 1, 2, 4 and 8 micro-batches give the same parameters."""
     ts = make_trajectories(16)
     results = []
-    for tokens in (128, 64, 32, 16):  # fewer rows a micro-batch, more micro-batches
-        packed = lay_out(ts, tokens=tokens)
+    for tokens in (256, 128, 64, 32):  # fewer rows a micro-batch, more micro-batches
+        packed = lay_out(ts, tokens=tokens, share=False)
         state, update, batch, _, _ = prepare(ALGORITHMS[name], ts, packed)
         for _ in range(3):  # away from ratio 1, so that the clips bind
             state, metrics = update(state, one(batch))
@@ -251,16 +260,18 @@ def test_the_update_does_not_depend_on_how_the_batch_is_cut(name: str):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_packed_equals_one_trajectory_a_row():
+def test_packed_equals_padded_equals_shared():
+    """Several a row, one a row, and one copy of the prompt for its samples: the same step."""
     ts = make_trajectories(8)
     outcomes = []
-    for row, tokens in ((64, 256), (16, 16 * 8)):
-        packed = lay_out(ts, row=row, tokens=tokens)
+    for row, tokens, share in ((64, 256, False), (16, 16 * 8, False), (64, 256, True)):
+        packed = lay_out(ts, row=row, tokens=tokens, share=share)
         state, update, batch, figures, _ = prepare(AlgorithmConfig(), ts, packed)
         state, metrics = update(state, one(batch))
         outcomes.append((state, metrics, figures))
-    for a, b in zip(*map(jax.tree.leaves, outcomes), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    for other in outcomes[1:]:
+        for a, b in zip(*map(jax.tree.leaves, (outcomes[0], other)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_loss_and_gradient_equal_a_dense_reference():
@@ -281,7 +292,7 @@ def test_loss_and_gradient_equal_a_dense_reference():
         for i, t in enumerate(ts):
             ids = jnp.asarray(t.ids)
             seg = jnp.ones_like(ids)
-            hidden = hidden_apply(policy, ids, jnp.arange(len(ids)), seg)
+            hidden = hidden_apply(policy, ids, jnp.arange(len(ids)), seg, seg)
             at = len(t.prompt.ids) + np.flatnonzero(t.mask)
             logp_all = jax.nn.log_softmax(hidden[at - 1] @ policy["head"] / 0.7)
             logp = logp_all[jnp.arange(len(at)), ids[at]]
