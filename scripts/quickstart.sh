@@ -21,4 +21,5 @@ python="${JAXRL_VENV:-.venv}/bin/python"
 "$python" scripts/get_smollm2.py
 
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export TRANSFORMERS_NO_ADVISORY_WARNINGS=1 # that there is no torch is no news here
 "$python" scripts/train.py configs/smollm2_quickstart.yaml run_dir="$run_dir" "$@"
