@@ -29,7 +29,7 @@ class Request(NamedTuple):
     live: jax.Array
     """bool [rows]; False is a dummy row, which nobody waits for."""
     stop_ids: jax.Array
-    """int32 [stops]."""
+    """int32 [stops]; -1 is none."""
     knobs: Knobs
 
 

@@ -133,7 +133,7 @@ class TrainsideEngine:
     def _request(
         self, batch: Batch, prompts: Sequence[Prompt], sampling: Sampling, seed: int
     ) -> Request:
-        """Lay out a batch; what is missing is filled with dummy rows that repeat the first prompt."""
+        """Lay out a batch; what it lacks is filled with dummy rows that repeat the first prompt."""
         tokens = np.full((batch.prompts, batch.columns), self._pad, np.int32)
         lengths = np.zeros(batch.prompts, np.int32)
         rows = np.zeros((batch.prompts, batch.samples), np.int64)
@@ -152,7 +152,7 @@ class TrainsideEngine:
             lengths=jnp.asarray(lengths),
             keys=request_keys(seed, rows.ravel(), numbers.ravel(), epochs.ravel()),
             live=jnp.asarray(live.ravel()),
-            stop_ids=jnp.asarray(sampling.stop_token_ids, jnp.int32),
+            stop_ids=_stop_array(sampling.stop_token_ids),
             knobs=Knobs.of(sampling),
         )
 
@@ -169,6 +169,12 @@ class TrainsideEngine:
             )
             self._programs[key] = jax.jit(sample).lower(params, request).compile()
         return self._programs[key]
+
+
+def _stop_array(stop_token_ids: Sequence[int]) -> jax.Array:
+    """The stop ids, filled with -1 to a multiple of four: how many there are compiles nothing."""
+    size = -(-max(len(stop_token_ids), 1) // 4) * 4
+    return jnp.asarray([*stop_token_ids, *[-1] * (size - len(stop_token_ids))], jnp.int32)
 
 
 def _tree_faults(expected: Any, given: Any) -> list[str]:

@@ -49,11 +49,18 @@ def engine_of(batch_size: int = 64, **settings: Any) -> TrainsideEngine:
 
 
 @pytest.fixture(scope="module")
-def engine() -> TrainsideEngine:
+def shared() -> TrainsideEngine:
     return engine_of()
 
 
-def sampling_of(max_new_tokens: int = 6, **settings: Any) -> Sampling:
+@pytest.fixture
+def engine(shared: TrainsideEngine) -> TrainsideEngine:
+    """One engine for all, since compiling is what takes time; each test starts from PARAMS."""
+    shared.publish(PARAMS, 0)
+    return shared
+
+
+def sampling_of(max_new_tokens: int = 16, **settings: Any) -> Sampling:
     return Sampling(max_new_tokens=max_new_tokens, **settings)
 
 
@@ -88,18 +95,18 @@ def dense_logprobs(
 
 
 def test_order_is_prompt_major_and_everything_is_labelled(engine: TrainsideEngine) -> None:
-    got = engine.generate(PROMPTS, samples=3, sampling=sampling_of(), seed=1)
+    got = engine.generate(PROMPTS, samples=4, sampling=sampling_of(), seed=1)
     assert [(t.prompt.row, t.sample) for t in got] == [
-        (10 + i, j) for i in range(5) for j in range(3)
+        (10 + i, j) for i in range(5) for j in range(4)
     ]
     for trajectory in got:
         assert trajectory.prompt in PROMPTS
-        assert len(trajectory.response_ids) == len(trajectory.logprobs) == 6
+        assert len(trajectory.response_ids) == len(trajectory.logprobs) == 16
         assert all(type(token) is int and 0 <= token < VOCAB for token in trajectory.response_ids)
         assert trajectory.finish_reason == "length"
         assert trajectory.truncated
         assert trajectory.weight_version == 0
-    assert engine.generate([], samples=3, sampling=sampling_of(), seed=1) == []
+    assert engine.generate([], samples=4, sampling=sampling_of(), seed=1) == []
 
 
 @pytest.mark.parametrize(
@@ -110,20 +117,20 @@ def test_logprobs_are_those_of_an_uncached_forward(
 ) -> None:
     """Full softmax at the sampling temperature, filters or not: the trainer's own definition."""
     sampling = sampling_of(temperature=temperature, **filters)
-    for trajectory in engine.generate(PROMPTS, samples=2, sampling=sampling, seed=2):
+    for trajectory in engine.generate(PROMPTS, samples=4, sampling=sampling, seed=2):
         expected = dense_logprobs(trajectory, temperature)
         np.testing.assert_allclose(trajectory.logprobs, expected, atol=1e-5)
 
 
 def test_greedy_is_the_argmax_with_logprobs_at_temperature_one(engine: TrainsideEngine) -> None:
-    got = engine.generate(PROMPTS, samples=2, sampling=sampling_of(temperature=0.0), seed=3)
+    got = engine.generate(PROMPTS, samples=4, sampling=sampling_of(temperature=0.0), seed=3)
     for trajectory in got:
         np.testing.assert_allclose(trajectory.logprobs, dense_logprobs(trajectory), atol=1e-5)
         ids = list(trajectory.prompt.ids)
         for token in trajectory.response_ids:
             assert token == int(np.argmax(dense_logits(ids)[-1]))
             ids.append(token)
-    assert responses(got[0::2]) == responses(got[1::2])
+    assert responses(got[0::4]) == responses(got[1::4])
 
 
 def test_sampled_tokens_follow_the_models_distribution(engine: TrainsideEngine) -> None:
@@ -138,7 +145,7 @@ def test_sampled_tokens_follow_the_models_distribution(engine: TrainsideEngine) 
 
 def test_samples_differ_and_reruns_agree(engine: TrainsideEngine) -> None:
     """RP-02, RS-10: seeds depend on (seed, row, sample); a fresh engine repeats them."""
-    sampling = sampling_of(12)
+    sampling = sampling_of()
     got = engine.generate(PROMPTS, samples=4, sampling=sampling, seed=5)
     for i in range(len(PROMPTS)):
         assert len(set(responses(got[4 * i : 4 * i + 4]))) == 4
@@ -150,14 +157,14 @@ def test_samples_differ_and_reruns_agree(engine: TrainsideEngine) -> None:
 
 def test_rows_with_the_same_text_are_sampled_apart(engine: TrainsideEngine) -> None:
     twins = [Prompt(row=row, ids=(1, 2, 3), text="", columns={}) for row in (0, 1)]
-    got = engine.generate(twins, samples=1, sampling=sampling_of(12), seed=6)
+    got = engine.generate(twins, samples=1, sampling=sampling_of(), seed=6)
     assert got[0].response_ids != got[1].response_ids
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 4, 7, 20])
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_company_does_not_change_a_completion(engine: TrainsideEngine, batch_size: int) -> None:
     """Batch splits, dummy rows, order and other prompts of other lengths."""
-    sampling = sampling_of(8, stop_token_ids=(4, 5))
+    sampling = sampling_of(stop_token_ids=(4, 5))
     whole = engine.generate(PROMPTS, samples=4, sampling=sampling, seed=7)
     split = engine_of(batch_size).generate(PROMPTS, samples=4, sampling=sampling, seed=7)
     assert responses(split) == responses(whole)
@@ -168,15 +175,15 @@ def test_company_does_not_change_a_completion(engine: TrainsideEngine, batch_siz
         assert [responses(backwards)[4 * i : 4 * i + 4] for i in range(4, -1, -1)] == [
             responses(whole)[4 * i : 4 * i + 4] for i in range(5)
         ]
-        alone = engine.generate(PROMPTS[2:3], samples=2, sampling=sampling, seed=7)
+        alone = engine_of(1).generate(PROMPTS[2:3], samples=2, sampling=sampling, seed=7)
         assert responses(alone) == responses(whole)[8:10]
 
 
 def test_a_stop_token_ends_the_response_and_belongs_to_it(engine: TrainsideEngine) -> None:
-    free = engine.generate(PROMPTS, samples=4, sampling=sampling_of(16), seed=8)
+    free = engine.generate(PROMPTS, samples=4, sampling=sampling_of(), seed=8)
     stops = (4, 11, 30)
     stopped = engine.generate(
-        PROMPTS, samples=4, sampling=sampling_of(16, stop_token_ids=stops), seed=8
+        PROMPTS, samples=4, sampling=sampling_of(stop_token_ids=stops), seed=8
     )
     reasons = set()
     for before, after in zip(free, stopped, strict=True):
@@ -190,30 +197,32 @@ def test_a_stop_token_ends_the_response_and_belongs_to_it(engine: TrainsideEngin
 
 
 def test_a_stop_token_in_the_last_place_is_a_stop(engine: TrainsideEngine) -> None:
-    (free,) = engine.generate(PROMPTS[:1], samples=1, sampling=sampling_of(16), seed=9)
-    stop = free.response_ids[4]
-    length = free.response_ids.index(stop) + 1
-    for limit, reason in ((length, "stop"), (length - 1, "length")):
-        sampling = sampling_of(limit, stop_token_ids=(stop,))
-        (got,) = engine.generate(PROMPTS[:1], samples=1, sampling=sampling, seed=9)
-        assert got.response_ids == free.response_ids[:limit]
-        assert got.finish_reason == reason
+    free = engine.generate(PROMPTS, samples=4, sampling=sampling_of(), seed=9)
+    place, last = next(
+        (i, t.response_ids[-1])
+        for i, t in enumerate(free)
+        if t.response_ids[-1] not in t.response_ids[:-1]
+    )
+    sampling = sampling_of(stop_token_ids=(last,))
+    got = engine.generate(PROMPTS, samples=4, sampling=sampling, seed=9)[place]
+    assert got.response_ids == free[place].response_ids
+    assert (free[place].finish_reason, got.finish_reason) == ("length", "stop")
 
 
 def test_one_token_is_a_response(engine: TrainsideEngine) -> None:
-    every = tuple(range(VOCAB))
-    for sampling in (sampling_of(1), sampling_of(5, stop_token_ids=every)):
-        got = engine.generate(PROMPTS, samples=2, sampling=sampling, seed=10)
-        assert all(len(t.response_ids) == 1 for t in got)
-        reason = "stop" if sampling.stop_token_ids else "length"
-        assert all(t.finish_reason == reason for t in got)
+    got = engine.generate(PROMPTS[1:2], samples=64, sampling=sampling_of(1), seed=10)
+    stop = got[0].response_ids[0]
+    sampling = sampling_of(1, stop_token_ids=(stop,))
+    for trajectory in engine.generate(PROMPTS[1:2], samples=64, sampling=sampling, seed=10):
+        assert len(trajectory.response_ids) == 1
+        assert (trajectory.finish_reason == "stop") == (trajectory.response_ids[0] == stop)
 
 
 def test_decoding_ends_when_all_live_rows_have_stopped(engine: TrainsideEngine) -> None:
-    sampling = sampling_of(200, stop_token_ids=tuple(range(0, VOCAB, 2)))
+    sampling = sampling_of(200, stop_token_ids=(0, 1, 2, 3))
     got = engine.generate(PROMPTS, samples=1, sampling=sampling, seed=11)
     lengths = [len(t.response_ids) for t in got]
-    assert engine.stats.steps == max(lengths) < 60
+    assert engine.stats.steps == max(lengths) < 200
     assert engine.stats.batches == 1
     assert engine.stats.response_tokens == sum(lengths)
     assert engine.stats.prompt_tokens == sum(len(p.ids) for p in PROMPTS)
@@ -222,21 +231,17 @@ def test_decoding_ends_when_all_live_rows_have_stopped(engine: TrainsideEngine) 
 
 
 def test_padding_is_by_length_whatever_id_it_has(engine: TrainsideEngine) -> None:
-    """TK-02, TK-03: pad equal to the stop token, and to ids inside prompts and responses."""
-    sampling = sampling_of(10, stop_token_ids=(4,))
+    """TK-02, TK-03: the padding id is the stop token, and stands inside prompts and responses."""
+    pad = PROMPTS[1].ids[0]
+    sampling = sampling_of(stop_token_ids=(pad,))
     want = engine.generate(PROMPTS, samples=4, sampling=sampling, seed=12)
-    pads = {4, PROMPTS[1].ids[0], PROMPTS[3].ids[-1]}
-    assert any(t.finish_reason == "stop" for t in want)
-    for pad in pads:
-        got = engine_of(pad_token_id=pad).generate(PROMPTS, samples=4, sampling=sampling, seed=12)
-        assert got == want
+    assert {t.finish_reason for t in want} == {"stop", "length"}
+    got = engine_of(pad_token_id=pad).generate(PROMPTS, samples=4, sampling=sampling, seed=12)
+    assert got == want
 
 
-def test_published_weights_are_the_ones_that_sample() -> None:
-    engine = TrainsideEngine(TINY, batch_size=8)
-    ask: dict[str, Any] = dict(samples=2, sampling=sampling_of(8), seed=13)
-    with pytest.raises(RolloutError, match="no weights"):
-        engine.generate(PROMPTS, **ask)
+def test_published_weights_are_the_ones_that_sample(engine: TrainsideEngine) -> None:
+    ask: dict[str, Any] = dict(samples=4, sampling=sampling_of(), seed=13)
     engine.publish(PARAMS, 3)
     old = engine.generate(PROMPTS, **ask)
     changed = TINY.init(jax.random.key(1))
@@ -245,16 +250,21 @@ def test_published_weights_are_the_ones_that_sample() -> None:
     assert {t.weight_version for t in old} == {3}
     assert {t.weight_version for t in new} == {4}
     assert responses(old) != responses(new)
-    for trajectory in new[:3]:
+    for trajectory in new:
         expected = dense_logprobs(trajectory, params=changed)
         np.testing.assert_allclose(trajectory.logprobs, expected, atol=1e-5)
     compiled = engine.compilations
     engine.publish(jax.tree.map(np.asarray, PARAMS), 5)
     assert responses(engine.generate(PROMPTS, **ask)) == responses(old)
     assert engine.compilations == compiled
-    engine.close()
-    with pytest.raises(RolloutError, match="no weights"):
-        engine.generate(PROMPTS, **ask)
+
+
+def test_an_engine_without_weights_says_so() -> None:
+    engine, closed = TrainsideEngine(TINY, batch_size=8), engine_of()
+    closed.close()
+    for empty in (engine, closed):
+        with pytest.raises(RolloutError, match="no weights"):
+            empty.generate(PROMPTS, samples=4, sampling=sampling_of(), seed=0)
 
 
 def test_weights_that_do_not_fit_are_listed_together() -> None:
@@ -294,7 +304,7 @@ def test_few_programs_are_compiled() -> None:
 def test_bfloat16_samples_and_reports_float32() -> None:
     model = Model(TINY.config, dtype="bfloat16")
     engine = TrainsideEngine(model, PARAMS, batch_size=16)
-    got = engine.generate(PROMPTS, samples=3, sampling=sampling_of(), seed=14)
+    got = engine.generate(PROMPTS, samples=4, sampling=sampling_of(), seed=14)
     differences = [np.abs(np.subtract(t.logprobs, dense_logprobs(t))) for t in got]
     # bfloat16 keeps 8 bits: differences of percents, and not none.
     assert 1e-5 < np.mean(differences) < 0.05
@@ -345,13 +355,13 @@ def test_impossible_engines_and_counts_are_refused(engine: TrainsideEngine) -> N
         engine.generate(PROMPTS, samples=0, sampling=sampling_of(), seed=0)
 
 
-def test_broken_weights_stop_the_rollout_with_the_row() -> None:
+def test_broken_weights_stop_the_rollout_with_the_row(engine: TrainsideEngine) -> None:
     broken = dict(PARAMS, norm={"scale": jnp.full(16, jnp.nan)})
-    engine = TrainsideEngine(TINY, broken, batch_size=4)
+    engine.publish(broken, 6)
     with pytest.raises(
-        RolloutError, match="prompt row 10, sample 0: .* not finite at response token 0"
+        RolloutError, match="prompt row 12, sample 0: .* not finite at response token 0"
     ):
-        engine.generate(PROMPTS[:1], samples=2, sampling=sampling_of(), seed=0)
+        engine.generate(PROMPTS, samples=4, sampling=sampling_of(), seed=0)
 
 
 def test_greedy_equals_transformers_on_smollm2() -> None:
