@@ -133,6 +133,7 @@ def _step_back(
     return (advantage, jnp.where(step, here, value), exists | step), advantage
 
 
+@jax.jit  # so that a call outside jit compiles its scan once a shape, not once a call
 def _scan_backwards(inputs: dict[str, jax.Array]) -> jax.Array:
     """Run `_step_back` from the last position to the first; inputs [..., T] or [..., 1].
 
