@@ -28,6 +28,15 @@ def test_rms_norm_statistics_are_float32() -> None:
     assert abs(out.astype(jnp.float32) - 1).max() < 1e-2
 
 
+def test_rms_norm_rounds_once() -> None:
+    """In bfloat16 the quotient is worked out in float32 and rounded at the end, nowhere before."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 64)), jnp.bfloat16)
+    wide = np.asarray(x, np.float64)
+    exact = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True))
+    out = np.asarray(rms_norm(x, jnp.ones(64), 0.0), np.float64)
+    assert (abs(out - exact) <= 2.0**-8 * 0.501 * 2 ** np.ceil(np.log2(abs(exact)))).all()
+
+
 def _slow_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """One query, one head at a time, float64."""
     out = np.zeros(q.shape)
@@ -79,3 +88,12 @@ def test_softmax_is_float32_in_bfloat16() -> None:
     out = attention(q, kv, kv, jnp.ones((1, 1, 300), bool))
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out.astype(jnp.float32), 1.0, atol=1e-2)
+
+
+def test_scores_are_float32_in_bfloat16() -> None:
+    """Scores 256/√2 and 257/√2: bfloat16 has no 257. Weight of the second: 1 / (1 + e^(-1/√2))."""
+    q = jnp.array([16.0, 1.0], jnp.bfloat16).reshape(1, 1, 1, 2)
+    k = jnp.array([[16.0, 0.0], [16.0, 1.0]], jnp.bfloat16).reshape(1, 2, 1, 2)
+    v = jnp.array([[0.0, 0.0], [1.0, 1.0]], jnp.bfloat16).reshape(1, 2, 1, 2)
+    out = attention(q, k, v, jnp.ones((1, 1, 2), bool))
+    np.testing.assert_allclose(out.astype(jnp.float32), 0.6698, atol=4e-3)
