@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beartype import beartype
+from jaxtyping import jaxtyped
 
 import jaxrl
 
@@ -91,6 +93,31 @@ def test_every_function_states_its_contract(name: str) -> None:
         missing = [word for word in ("Args:", "Returns:", "Raises:", "Source:") if word not in doc]
         assert not missing
     assert len(doc.splitlines()[0]) < 100 and doc.splitlines()[0].endswith(".")
+
+
+X, M, IDS = np.linspace(-1, 1, 6).reshape(2, 3), np.ones((2, 3), bool), np.zeros((2, 3), int)
+CALLS = {
+    "gae": lambda f: f(X, X, M, gamma=X[:, :1], bootstrap=0, segment_ids=IDS),
+    "group_advantages": lambda f: f(X[0], [0, 0, 1], 2, mask=[1, 1, 0]),
+    "masked_mean": lambda f: (f(X, M, axis=-1), f([1, 2], [True, False])),
+    "whiten": lambda f: f(jnp.asarray(X), M, shift_mean=False, ddof=1),
+    "aggregate": lambda f: f(X, M, mode="seq-mean-token-sum-norm", horizon=3, denominator=6),
+    "token_logprobs": lambda f: f(X, np.eye(3), IDS[0, :2], bias=X[0], softcap=2.0, mask=M[0, :2]),
+    "token_logprobs_and_entropy": lambda f: f(X, np.eye(3), IDS[0, :2], chunk_size=None),
+    "ppo_policy_loss": lambda f: f(X, X, X, clip_low=0, dual_clip=3, mask=M),
+    "ppo_value_loss": lambda f: f(X, X, X, clip=None, mask=M),
+    "kl_estimate": lambda f: f(X, jnp.asarray(X), kind="k3"),
+    "token_rewards": lambda f: f(X[:, 0], M, kl=X, kl_coef=jnp.float32(0.1), score_mask=M),
+    "importance_weights": lambda f: f(X, X, M, level="sequence", cap=2, segment_ids=IDS),
+    "explained_variance": lambda f: f(X, X, M),
+    "adaptive_kl_coef": lambda f: f(0.1, jnp.float32(0.2), target=0.1, horizon=100, n=4),
+    "sum_finite": lambda f: f([jaxrl.Weighted(1.0, 1.0)]),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_annotations_hold_for_what_goes_in_and_comes_out(name: str) -> None:
+    CALLS[name](jaxtyped(typechecker=beartype)(getattr(jaxrl, name)))
 
 
 def own_loss(x: Any, m: Any) -> Any:
