@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,12 +122,11 @@ def _step_back(
     step = at["step"]
     if "end" in at:
         advantage = jnp.where(at["end"], 0.0, advantage)
-        value = jnp.where(at["end"], 0.0, value)
         exists = exists & ~at["end"]
     # Selecting before multiplying keeps what a masked position holds out of every gradient.
     reward, here = jnp.where(step, at["reward"], 0.0), jnp.where(step, at["value"], 0.0)
     gamma, lam = jnp.where(step, at["gamma"], 0.0), jnp.where(step, at["lam"], 0.0)
-    after = jnp.where(step & ~exists, at["bootstrap"], value)
+    after = jnp.where(exists, value, at["bootstrap"])
     new = reward + gamma * after - here + gamma * lam * advantage
     advantage = jnp.where(step, new, advantage)
     return (advantage, jnp.where(step, here, value), exists | step), advantage
@@ -145,7 +144,7 @@ def _scan_backwards(inputs: dict[str, jax.Array]) -> jax.Array:
     moving = {k: x for k, x in inputs.items() if k not in fixed}
     none = jnp.zeros(lead, jnp.float32), jnp.zeros(lead, jnp.float32), jnp.zeros(lead, bool)
 
-    def scan_block(carry, block):  # type: ignore[no-untyped-def]
+    def scan_block(carry: Any, block: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
         columns = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), block)
         carry, out = lax.scan(lambda c, at: _step_back(c, fixed | at), carry, columns, reverse=True)
         return carry, jnp.moveaxis(out, 0, -1)
@@ -156,7 +155,7 @@ def _scan_backwards(inputs: dict[str, jax.Array]) -> jax.Array:
     blocks = length // _BLOCK
     ragged = length - blocks * _BLOCK
 
-    def scan_whole(carry, start):  # type: ignore[no-untyped-def]
+    def scan_whole(carry: Any, start: jax.Array) -> tuple[Any, None]:
         inner, out = carry
         cut = {k: lax.dynamic_slice_in_dim(x, start, _BLOCK, axis=-1) for k, x in moving.items()}
         inner, new = scan_block(inner, cut)
