@@ -178,8 +178,9 @@ class AlgorithmConfig:
     """Weight of the value loss beside the policy loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, per nat."""
-    kl_in: Literal["off", "reward", "loss"] = "off"
-    """Where the penalty for leaving the reference enters: never in two places."""
+    kl_in: Literal["off", "report", "reward", "loss"] = "off"
+    """Where the penalty for leaving the reference enters: never in two places. "report" measures
+    the KL without a penalty; "off" needs no reference and saves its forward pass."""
     kl_kind: Literal["k1", "k2", "k3", "abs"] = "k1"
     """Estimator of the penalty (Schulman 2020): k1 is unbiased in the reward; the loss wants k2."""
     kl_coef: float = 0.05

@@ -160,4 +160,6 @@ def _metrics(
         pick = np.max if name.endswith("_max") else np.min if name.endswith("_min") else np.mean
         metrics[name] = pick(over)
     metrics |= figures
+    if not run.config.needs_reference:
+        metrics = {k: v for k, v in metrics.items() if not k.startswith("kl/")}
     return {name: float(value) for name, value in metrics.items()}

@@ -124,7 +124,7 @@ def test_unknown_keys_are_named_with_the_nearest(
         ("run_dir=???", "must be a string"),
         (
             "algorithm.kl_in=lss",
-            "algorithm.kl_in='lss' must be one of off, reward, loss; did you mean loss?",
+            "algorithm.kl_in='lss' must be one of off, report, reward, loss; did you mean loss?",
         ),
         ("algorithm=3", "algorithm=3 must be a section with the keys advantage_mode"),
         ("algorithm=null", "algorithm is empty"),
@@ -271,7 +271,7 @@ def test_every_setting_is_described() -> None:
     undocumented = [key for key, setting in listed.items() if not setting.doc]
     assert undocumented == []
     assert listed["optim.value.lr"].default == 1e-5
-    assert listed["algorithm.kl_in"].allowed == "one of off, reward, loss"
+    assert listed["algorithm.kl_in"].allowed == "one of off, report, reward, loss"
     assert listed["logprob.chunk_size"].allowed == "an integer, or null"
     assert {"reward.functions[i].weight", "data.eval.kind", "run_dir"} <= set(listed)
     text = describe()

@@ -146,6 +146,16 @@ def test_the_same_seed_repeats_and_another_does_not(base: Path, tmp_path: Path):
     assert runs["a"]["metrics"][2] != runs["c"]["metrics"][2]
 
 
+def test_a_reported_kl_changes_nothing_and_an_unmeasured_one_is_not_recorded(
+    base: Path, tmp_path: Path
+):
+    off = go(configure(base, tmp_path / "off", "iterations=3"))
+    on = go(configure(base, tmp_path / "on", "iterations=3", "algorithm.kl_in=report"))
+    same(off["state"].policy_params, on["state"].policy_params)
+    assert not any(name.startswith("kl/") for row in off["metrics"] for name in row)
+    assert on["metrics"][1]["kl/reference"] == 0.0 != on["metrics"][3]["kl/reference"]
+
+
 def test_grpo_needs_no_critic(base: Path, tmp_path: Path):
     config = configure(base, tmp_path, "algorithm.advantage_mode=grpo", "iterations=2")
     result = go(config)
