@@ -247,12 +247,12 @@ def group_advantages(
         return jax.ops.segment_sum(jnp.where(counted, y, 0.0), ids, num_groups)[ids]
 
     n = jnp.maximum(total(jnp.ones_like(x)), 1.0)
-    mean = total(x) / n
-    mean = mean + total(x - mean) / n
+    # The second pass takes out what rounding left in the first mean.
+    centred = x - total(x) / n
+    centred = centred - total(centred) / n
     top = jax.ops.segment_max(jnp.where(counted, x, -jnp.inf), ids, num_groups)[ids]
     # Decided by comparison: rounding in the mean must not turn equal scores into advantages.
     flat = total((x != top).astype(jnp.float32)) == 0.0
-    centred = x - mean
     if scale == "std":
         flat = flat | (n <= ddof)
         square = total(centred * centred) / jnp.where(flat, 1.0, n - ddof)

@@ -234,8 +234,9 @@ def centre(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     rough = _mean(x, mask)
     # The second pass takes out what rounding left in the first, so that equal cells give exactly 0
     # instead of noise that a division by a small deviation would blow up.
-    mean = rough + _mean(jnp.where(mask, x - rough, 0.0), mask)
-    return mean, jnp.where(mask, x - mean, 0.0)
+    rest = jnp.where(mask, x - rough, 0.0)
+    shift = _mean(rest, mask)
+    return rough + shift, jnp.where(mask, rest - shift, 0.0)
 
 
 def variance(centred: jax.Array, mask: jax.Array, *, ddof: int = 0) -> jax.Array:

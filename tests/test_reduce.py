@@ -123,6 +123,11 @@ def test_whitened_masked_cells_are_zero_and_poison_free() -> None:
     )
 
 
+def test_a_large_offset_costs_no_precision() -> None:
+    x = 1e7 + np.arange(100) ** 2 % 97
+    close(whiten(x, np.ones(100, bool)), (x - x.mean()) / x.std(), atol=1e-5, rtol=1e-5)
+
+
 def test_whitening_keeps_valid_nan_visible() -> None:
     assert np.isnan(whiten([1.0, NAN, 2.0], [1, 1, 0])[:2]).all()
 
