@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +22,7 @@ from jaxrl.evaluation import evaluate
 from jaxrl.iteration import plan_for, rollout_seed
 from jaxrl.metrics import read_metrics
 from jaxrl.packing import pack
+from jaxrl.provenance import provenance
 from jaxrl.report import write_report
 from jaxrl.setup import Run, build
 from jaxrl.sharding import batch_sharding, row_multiple
@@ -37,6 +40,7 @@ def run(config: Config) -> int:
     with closing(_store(config)) as store:
         check_resume(config, store)
         save_config(config, folder / "config.yaml")
+        _write_provenance(folder)
         with closing(build(config)) as ready:
             state = train(ready, store, start(ready, store))
             _close_run(ready, state)
@@ -52,6 +56,13 @@ def _run_folder(config: Config) -> Path:
             f"run_dir={config.run_dir} cannot be made ({error}); give a folder that can be written"
         ) from error
     return folder
+
+
+def _write_provenance(folder: Path) -> None:
+    """Versions, commit and command of this start; a resumed run adds a line of its own."""
+    line = {"command": sys.argv, "devices": [str(d) for d in jax.devices()]} | provenance()
+    with (folder / "provenance.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def _store(config: Config) -> CheckpointStore:
