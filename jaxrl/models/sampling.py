@@ -1,9 +1,9 @@
 """Drawing the next token from logits: filters, the draw itself, and its log-probability.
 
 The log-probability that is reported is that of the *whole* softmax under the sampling temperature.
-The filters decide what may be drawn; they do not renormalise what is reported. That is the definition
-the trainer uses for its old and new log-probabilities, so the ratio is 1 before the first update
-whatever was filtered. (Filtered sampling is still off-policy: a kept token is likelier than reported.)
+The filters decide what may be drawn; they do not renormalise what is reported. That is also the
+trainer's definition, for old and new log-probabilities, so the ratio is 1 before the first update
+whatever was filtered. (Filtered sampling stays off-policy: a kept token is likelier than reported.)
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def _invert(
 ) -> Int[Array, " batch"]:
     """The token where the cumulative distribution of softmax(z), max z = 0, passes a random number.
 
-    Two levels, first the block and then the token in it: two random numbers and a pass over the row,
-    where a Gumbel draw needs a random number and two logarithms for each token of the vocabulary.
+    Two levels, first the block and then the token in it: two random numbers and a pass over the
+    row, where a Gumbel draw needs a random number and two logarithms for each token of it.
     """
     rows, vocab = z.shape
     blocks = -(-vocab // BLOCK)
