@@ -125,7 +125,8 @@ def _forward(plan: BlockPlan, inputs: HeadInputs) -> tuple[jax.Array, ...]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _evaluate(plan: BlockPlan, inputs: HeadInputs) -> tuple[jax.Array, jax.Array]:
-    return _forward(plan, inputs)[:2]
+    logprobs, entropies, _ = _forward(plan, inputs)
+    return logprobs, entropies
 
 
 # One compilation when called outside of jit; inside, no trace of this is left.
@@ -248,7 +249,7 @@ def _backward(plan: BlockPlan, saved: Any, cotangents: Any) -> tuple[HeadInputs]
         head=inputs.like_head(grads.matrix),
         bias=grads.bias,
         temperature=d_temperature if inputs.temperature.ndim else d_temperature.sum(),
-        targets=None,
+        targets=None,  # type: ignore[arg-type]
         mask=None,
     )
     return (d_inputs,)

@@ -18,6 +18,8 @@ import numpy as np
 from jaxrl.errors import RolloutError
 from jaxrl.types import Prompt, Sampling, Trajectory
 
+Numbers = Sequence[int] | np.ndarray
+
 __all__ = ["RolloutEngine", "check_request", "request_keys"]
 
 
@@ -52,7 +54,7 @@ class RolloutEngine(Protocol):
 
 
 def request_keys(
-    seed: int, rows: Sequence[int], samples: Sequence[int], epochs: Sequence[int] | None = None
+    seed: int, rows: Numbers, samples: Numbers, epochs: Numbers | None = None
 ) -> jax.Array:
     """One random key a completion, from (seed, prompt row, sample, epoch) and nothing else.
 
