@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl.config import CriticConfig
+from jaxrl.logprobs import TiedHead
 from jaxrl.models import Model, value_head_apply, value_head_init
 from jaxrl.steps import Forward, predicting_hidden, row_inputs
 from jaxrl.types import PackedBatch
@@ -26,8 +27,14 @@ def make_forward(model: Model, critic: CriticConfig | None) -> Forward:
     V(state before token t) is read where token t is predicted: at the position before it. Values
     are never divided by the sampling temperature.
     """
+
+    def head(params: Any) -> jax.Array | TiedHead:
+        # A tied head is read as it lies: its transpose would be a copy of the embedding a pass.
+        tied = model.config.tie_word_embeddings
+        return TiedHead(params["embed"]["weight"]) if tied else model.head(params)
+
     if critic is None:
-        return Forward(model.hidden, model.head, None)
+        return Forward(model.hidden, head, None)
 
     def head_values(value_params: Any, hidden: jax.Array, packed: PackedBatch) -> jax.Array:
         trunk = hidden if critic.trunk_gradient else lax.stop_gradient(hidden)
@@ -38,7 +45,7 @@ def make_forward(model: Model, critic: CriticConfig | None) -> Forward:
         own = model.hidden(value_params["trunk"], *row_inputs(packed))
         return value_head_apply(value_params["value_head"], predicting_hidden(own, packed))
 
-    return Forward(model.hidden, model.head, own_values if critic.kind == "model" else head_values)
+    return Forward(model.hidden, head, own_values if critic.kind == "model" else head_values)
 
 
 def init_value_params(model: Model, critic: CriticConfig | None, trunk: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 __all__ = ["HeadInputs", "TiedHead", "prepare"]
@@ -48,7 +49,8 @@ class HeadInputs(NamedTuple):
     @property
     def matrix(self) -> jax.Array:
         """The head's array as it lies in memory."""
-        return self.head.embedding if isinstance(self.head, TiedHead) else self.head
+        head = self.head
+        return jnp.asarray(head.embedding if isinstance(head, TiedHead) else head)
 
     @property
     def vocab(self) -> int:
@@ -195,7 +197,7 @@ def _check_temperature(given: Any, inputs: HeadInputs) -> None:
             f"that broadcasts to that of targets {shape}"
         )
     masked = inputs.mask is not None and inputs.temperature.ndim > 0
-    if any(isinstance(x, jax.core.Tracer) for x in (given, inputs.mask if masked else None)):
+    if any(isinstance(x, Tracer) for x in (given, inputs.mask if masked else None)):
         return
     values = np.asarray(given)
     if masked:

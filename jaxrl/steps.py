@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxrl.advantages import gae, group_advantages
 from jaxrl.config import AlgorithmConfig
-from jaxrl.logprobs import token_logprobs_and_entropy
+from jaxrl.logprobs import TiedHead, token_logprobs_and_entropy
 from jaxrl.losses import explained_variance, kl_estimate
 from jaxrl.reduce import masked_mean, whiten
 from jaxrl.rewards import token_rewards
@@ -60,7 +60,7 @@ class Forward(NamedTuple):
     """What the steps need of a model."""
 
     hidden: HiddenApply
-    head: Callable[[Params], jax.Array]
+    head: Callable[[Params], jax.Array | TiedHead]
     """Policy parameters to the output matrix [D, V]."""
     values: Callable[[Params, jax.Array, PackedBatch], jax.Array] | None
     """(value_params, policy hidden [rows, row_len, D], packed rows) to values [rows, K], float32.

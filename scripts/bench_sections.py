@@ -42,13 +42,19 @@ class Work(NamedTuple):
     """Tokens a call works through."""
 
 
+def temporaries(program: jax.stages.Compiled) -> int:
+    """Bytes XLA plans for temporaries; 0 where the backend does not say."""
+    analysis = program.memory_analysis()
+    return analysis.temp_size_in_bytes if analysis else 0
+
+
 def of_program(
     function: Callable[..., Any], arguments: Sequence[Any], tokens: int,
     check: Callable[[Any], dict[str, float]],
 ) -> Work:  # fmt: skip
     """A pure function of arrays."""
     program = jax.jit(function).lower(*arguments).compile()
-    temp = program.memory_analysis().temp_size_in_bytes
+    temp = temporaries(program)
     return Work(lambda: program(*arguments), temp, check, tokens)
 
 
@@ -125,7 +131,7 @@ def of_step(
 
     return Work(
         call,
-        program.memory_analysis().temp_size_in_bytes,
+        temporaries(program),
         lambda out: {ours: float(out[0][metric]) for ours, metric in names.items()},
         batch.packed.tokens.size,
     )
@@ -209,7 +215,7 @@ def sampler(sizes: Sizes) -> Work:
     compiled = jax.jit(program).lower(params, request).compile()
     return Work(
         lambda: engine.generate(prompts, samples=1, sampling=sampling, seed=0),
-        compiled.memory_analysis().temp_size_in_bytes,
+        temporaries(compiled),
         lambda out: {"new_tokens": float(sum(len(t.response_ids) for t in out))},
         rows * sizes.sampled_new,
     )
