@@ -29,7 +29,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     parser.add_argument(
         "--eval", action="store_true", help="evaluate the newest checkpoint, or the model; and stop"
     )
-    flags = parser.parse_args(argv)
+    flags = parser.parse_intermixed_args(argv)  # flags may stand anywhere
     files = [a for a in flags.arguments if "=" not in a]
     overrides = [a for a in flags.arguments if "=" in a]
     return flags, files, overrides
