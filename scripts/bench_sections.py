@@ -91,8 +91,10 @@ def head_products(sizes: Sizes) -> Work:
     flat, width = hidden.reshape(-1, sizes.hidden), min(1024, sizes.vocab)
 
     def largest(flat: jax.Array, head: jax.Array) -> jax.Array:
-        blocks = head[:, : sizes.vocab // width * width].reshape(sizes.hidden, -1, width)
-        return jax.lax.map(lambda block: (flat @ block).max(), jnp.moveaxis(blocks, 1, 0)).max()
+        def block(i: jax.Array) -> jax.Array:
+            return (flat @ jax.lax.dynamic_slice_in_dim(head, i * width, width, 1)).max()
+
+        return jax.lax.map(block, jnp.arange(sizes.vocab // width)).max()
 
     return of_program(largest, (flat, head), len(flat), lambda out: {"largest": float(out)})
 

@@ -38,7 +38,7 @@ def test_section_runs_and_reports(bench: ModuleType, section: str) -> None:
     assert 0 < row["wall_min_s"] <= row["wall_s"]
     assert row["cpu_s"] > 0
     assert row["peak_rss_bytes"] > 2**26
-    assert row["temp_bytes"] > 0
+    assert row["temp_bytes"] > 0 or section == "head_products"  # one block: no temporaries
     assert all(np.isfinite(x) for x in row["check"].values())
 
 
