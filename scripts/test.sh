@@ -33,9 +33,6 @@ step tests
 # One thread a process: more of them only wait for each other. Nothing may reach for the network.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export XLA_FLAGS="${XLA_FLAGS:---xla_cpu_multi_thread_eigen=false}"
-# The same small programs are compiled by many tests; a cache of them saves minutes.
-export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$(cd "$venv" && pwd)/jax-cache}"
-export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.3
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 "$venv/bin/python" -m pytest --quiet --numprocesses "${JAXRL_TEST_WORKERS:-2}" --dist loadfile \
     --durations 10 --durations-min 10 "$@"

@@ -37,7 +37,8 @@ def values_apply(value_params: Any, hidden: jax.Array, packed: PackedBatch) -> j
     return (predicting_hidden(hidden, packed) @ value_params["w"])[..., 0]
 
 
-FORWARD = Forward(hidden_apply, lambda params: params["head"], values_apply)
+# Checkpoint-wrapped, as the decoder's layers are: scoring and training then agree to the bit.
+FORWARD = Forward(jax.checkpoint(hidden_apply), lambda params: params["head"], values_apply)
 
 
 def make_params(seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
