@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ import transformers
 from jaxrl.checkpoint.hf import load_hf_config, load_params
 from jaxrl.errors import RolloutError
 from jaxrl.models import Model, ModelConfig
+from jaxrl.models.sampling import Knobs
 from jaxrl.rollout import TrainsideEngine
+from jaxrl.rollout.engine import request_keys
+from jaxrl.rollout.sampler import Request, sample_batch
 from jaxrl.types import Prompt, Sampling, Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,10 +159,13 @@ def test_samples_differ_and_reruns_agree(engine: TrainsideEngine) -> None:
     assert set(responses(other)).isdisjoint(responses(got))
 
 
-def test_rows_with_the_same_text_are_sampled_apart(engine: TrainsideEngine) -> None:
-    twins = [Prompt(row=row, ids=(1, 2, 3), text="", columns={}) for row in (0, 1)]
-    got = engine.generate(twins, samples=1, sampling=sampling_of(), seed=6)
-    assert got[0].response_ids != got[1].response_ids
+def test_the_same_text_in_another_row_or_epoch_is_sampled_apart(engine: TrainsideEngine) -> None:
+    twins = [
+        Prompt(row=row, epoch=epoch, ids=(1, 2, 3), text="", columns={})
+        for row, epoch in ((0, 0), (1, 0), (0, 1), (1, 1))
+    ]
+    got = engine.generate(twins, samples=4, sampling=sampling_of(), seed=6)
+    assert len(set(responses(got))) == 16
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -228,6 +235,25 @@ def test_decoding_ends_when_all_live_rows_have_stopped(engine: TrainsideEngine) 
     assert engine.stats.prompt_tokens == sum(len(p.ids) for p in PROMPTS)
     # Eight rows (five live), a prompt bucket of 32 columns.
     assert engine.stats.computed_tokens == 8 * (32 + max(lengths))
+
+
+def test_nobody_waits_for_dummy_rows() -> None:
+    """Two rows, one of them live: decoding ends with the live one, which needs fewer tokens."""
+    logits = dense_logits(PROMPTS[0].ids)[-1]
+    stop = int(np.argmax(logits))
+    request = Request(
+        tokens=jnp.asarray([PROMPTS[0].ids, PROMPTS[3].ids[:3]], jnp.int32),
+        lengths=jnp.asarray([3, 3], jnp.int32),
+        keys=request_keys(0, [0, 1], [0, 0]),
+        live=jnp.asarray([True, False]),
+        stop_ids=jnp.asarray([stop], jnp.int32),
+        knobs=Knobs(),
+    )
+    sample = jax.jit(partial(sample_batch, TINY, samples=1, max_new_tokens=16))
+    response = sample(PARAMS, request)
+    assert response.ids[0, 0] == stop and response.ids[1, 0] != stop
+    assert response.steps == 1
+    assert sample(PARAMS, request._replace(live=jnp.asarray([True, True]))).steps > 1
 
 
 def test_padding_is_by_length_whatever_id_it_has(engine: TrainsideEngine) -> None:
