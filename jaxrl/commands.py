@@ -19,11 +19,12 @@ from jaxrl.config_checks import check_config
 from jaxrl.config_io import save_config
 from jaxrl.errors import CheckpointError
 from jaxrl.evaluation import evaluate
-from jaxrl.iteration import plan_for, rollout_seed
+from jaxrl.iteration import plan_for
 from jaxrl.metrics import read_metrics
 from jaxrl.packing import pack
 from jaxrl.provenance import provenance
 from jaxrl.report import write_report
+from jaxrl.rollouts import rollout_seed
 from jaxrl.setup import Run, build
 from jaxrl.sharding import batch_sharding, row_multiple
 from jaxrl.state import reference_params

@@ -130,8 +130,8 @@ class RewardConfig:
 class RolloutConfig:
     """How completions are sampled (section `rollout`)."""
 
-    engine: Literal["trainside"] = "trainside"
-    """Who samples: the trainer's own sampler."""
+    engine: Literal["trainside", "sglang"] = "trainside"
+    """Who samples: the trainer's own sampler, or SGLang servers over HTTP."""
     prompts: int = 16
     """Prompts an iteration."""
     samples: int = 4
@@ -149,7 +149,42 @@ class RolloutConfig:
     stop_token_ids: list[int] | None = None
     """Null takes the generation config's end-of-sequence ids."""
     batch_size: int = 64
-    """Completions decoded at once."""
+    """trainside: completions decoded at once."""
+    max_staleness: int = 0
+    """sglang: 0 is synchronous. k > 0 generates up to k iterations ahead while updates run, with
+    weights at most k versions older than those that train on them; corrected by
+    `algorithm.importance` or `algorithm.old_logprobs`."""
+    urls: list[str] = field(default_factory=list)
+    """sglang: the servers, http://host:port each. Weights are published to every one."""
+    router: str | None = None
+    """sglang: address of a router in front of them, to which requests go instead."""
+    launch: str | None = None
+    """sglang: command line that starts a server, run once for each of `urls` and ended with the
+    run; {model}, {host}, {port} and {index} are filled in. Null: they run already."""
+    concurrency: int = 64
+    """sglang: requests in flight, for each server."""
+    request_timeout_s: float = 600.0
+    """sglang: seconds a completion may take before it is asked for again."""
+    health_timeout_s: float = 20.0
+    """sglang: seconds without a sign of life after which a server is left out."""
+    gone_timeout_s: float = 600.0
+    """sglang: seconds without any usable server after which the run stops; starting counts."""
+    attempts: int = 4
+    """sglang: how often a completion is asked for while answers are unusable; then left out."""
+    publish: Literal["disk", "tensor"] = "disk"
+    """sglang: weights travel as safetensors in a folder both sides see, or in requests."""
+    publish_dtype: Literal["float32", "bfloat16"] = "float32"
+    """sglang: dtype of the weights on the way; the server casts to its own."""
+    publish_dir: str | None = None
+    """sglang, publish=disk: that folder; null is run_dir/weights, or shared memory if colocated."""
+    bucket_bytes: int = 268435456
+    """sglang, publish=tensor: bytes of weights in a request."""
+    probe_tolerance: float = 0.05
+    """sglang: largest mean difference, in nats, between the log-probabilities of a probe prompt by
+    a server and by the trainer after each publish; bfloat16 servers are within .02."""
+    colocated: bool = False
+    """sglang: the servers share the trainer's accelerators and give their memory back while it
+    trains (servers started with --enable-memory-saver)."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +225,9 @@ class AlgorithmConfig:
     keeps it fixed."""
     kl_horizon: int = 10000
     """Responses over which the adaptive coefficient moves by its whole error."""
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """Denominator of the ratio: log-probabilities of the trainer's own pass over the batch, or
+    those that the sampler reported (no correction is needed then, nor possible)."""
     importance: Literal["off", "token", "sequence"] = "off"
     """Correct for sampling with other numerics or weights: old over behaviour policy, capped."""
     importance_cap: float = 2.0

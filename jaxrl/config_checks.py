@@ -10,12 +10,13 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from jaxrl.config import Config, SourceConfig
+from jaxrl.config import Config, RolloutConfig, SourceConfig
 from jaxrl.config_ranges import out_of_range
 from jaxrl.errors import ConfigError
 
 __all__ = ["check_config"]
 
+_URL = re.compile(r"https?://[^/\s]+(:\d+)?/?")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -41,6 +42,8 @@ def _combinations(config: Config) -> Iterator[str]:
         _critic,
         _penalty,
         _sampling,
+        _servers,
+        _off_policy,
         _schedules,
     )
     for rule in rules:
@@ -182,6 +185,62 @@ def _sampling(config: Config) -> Iterator[str]:
             yield (
                 f"rollout.{name}={value} samples from another distribution than the one trained; "
                 f"set rollout.{name}={off}, or algorithm.importance to token or sequence"
+            )
+
+
+def _servers(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.engine == "trainside":
+        off = RolloutConfig()
+        for name in ("urls", "router", "launch", "publish_dir", "colocated", "max_staleness"):
+            value = getattr(rollout, name)
+            if value != getattr(off, name):
+                yield (
+                    f"rollout.{name}={value!r} is read for rollout.engine=sglang only; "
+                    f"set it to {json.dumps(getattr(off, name))}"
+                )
+        return
+    if not rollout.urls:
+        yield (
+            "rollout.urls is empty; rollout.engine=sglang needs the address of every server, "
+            "e.g. rollout.urls='[http://127.0.0.1:30000]'"
+        )
+    for url in (*rollout.urls, *([rollout.router] if rollout.router is not None else [])):
+        if not _URL.fullmatch(url):
+            yield f"rollout.urls: {url!r} must read http://host:port"
+    if len(set(rollout.urls)) < len(rollout.urls):
+        yield f"rollout.urls={rollout.urls} names a server twice; list each once"
+    if rollout.top_k == 1 and rollout.temperature != 1:
+        yield (
+            f"rollout.top_k=1 with rollout.temperature={rollout.temperature}: SGLang reports "
+            "greedy log-probabilities at temperature 1; set rollout.temperature=1"
+        )
+    if rollout.colocated and rollout.max_staleness:
+        yield (
+            f"rollout.max_staleness={rollout.max_staleness} generates while the trainer works, "
+            "which rollout.colocated=true cannot; set one of them off"
+        )
+    if rollout.publish_dir is not None and rollout.publish != "disk":
+        yield (
+            f"rollout.publish_dir={rollout.publish_dir!r} is read for rollout.publish=disk only; "
+            "set it to null"
+        )
+
+
+def _off_policy(config: Config) -> Iterator[str]:
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.old_logprobs == "rollout" and algorithm.importance != "off":
+        yield (
+            f"algorithm.importance={algorithm.importance} weighs the trainer's old "
+            "log-probabilities against the sampler's, which algorithm.old_logprobs=rollout makes "
+            "the same; set importance=off, or old_logprobs=trainer"
+        )
+    if rollout.max_staleness and algorithm.old_logprobs == "trainer":
+        if algorithm.importance == "off":
+            yield (
+                f"rollout.max_staleness={rollout.max_staleness} trains on samples of older "
+                "weights; set algorithm.importance to token or sequence, or "
+                "algorithm.old_logprobs=rollout, to account for that"
             )
 
 

@@ -1,10 +1,10 @@
-"""One PPO iteration, top to bottom: prompts, rollouts, scores, plan, anchors, updates."""
+"""One PPO iteration, top to bottom: rollouts, scores, plan, anchors, advantages, updates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +15,24 @@ from jaxrl.evaluation import score_trajectories
 from jaxrl.packing import Plan, pack, plan
 from jaxrl.progress import Progress
 from jaxrl.rewards import adaptive_kl_coef
+from jaxrl.rollouts import Batch
 from jaxrl.scoring import Scores
 from jaxrl.setup import Run
 from jaxrl.sharding import batch_sharding, row_multiple
 from jaxrl.stopping import StopSignal
 from jaxrl.types import TrainState, Trajectory
 
-__all__ = ["IterationResult", "iterate", "plan_for", "rollout_seed"]
-
-IterationResult = tuple[TrainState, dict[str, float], list[Trajectory], np.ndarray]
+__all__ = ["IterationResult", "iterate", "plan_for"]
 
 
-def rollout_seed(seed: int, iteration: int) -> int:
-    """Seed of an iteration's requests: a function of the run's seed and the iteration alone."""
-    return int(np.random.SeedSequence([seed, iteration]).generate_state(1)[0])
+class IterationResult(NamedTuple):
+    """What an iteration leaves behind."""
+
+    state: TrainState
+    metrics: dict[str, float]
+    batch: Batch
+    scores: np.ndarray
+    """One for each of the batch's trajectories."""
 
 
 def iterate(
@@ -40,31 +44,27 @@ def iterate(
     always that of a whole number of iterations.
     """
     config, iteration = run.config, int(state.iteration)
-    with progress.phase("rollout"):
-        prompts = run.cursor.take(config.rollout.prompts)
-        trajectories = run.engine.generate(
-            prompts,
-            samples=config.rollout.samples,
-            sampling=run.sampling,
-            seed=rollout_seed(config.seed, iteration),
-        )
+    with progress.phase("rollout", total=config.trajectories) as count:
+        batch = run.rollouts.take(iteration, on_done=lambda finished: count(len(finished)))
+        trajectories = batch.trajectories
+        run.engine.rest()
     stop.check()
     with progress.phase("reward"):
         scores = score_trajectories(run, trajectories)
     stop.check()
     with progress.phase("pack"):
-        kept = [t for t, valid in zip(trajectories, scores.valid, strict=True) if valid]
-        groups = np.arange(len(trajectories)) // config.rollout.samples
+        usable = scores.valid & ~_too_old(config, iteration, trajectories)
+        kept = [t for t, use in zip(trajectories, usable, strict=True) if use]
         layout = plan_for(config, kept, row_multiple(run.mesh))
         packed = jax.device_put(pack(kept, layout), batch_sharding(run.mesh))
-        kept_scores = _padded(scores.values[scores.valid], config.trajectories)
-        kept_groups = _padded(groups[scores.valid], config.trajectories)
+        kept_scores = _padded(scores.values[usable], config.trajectories)
+        kept_groups = _padded(_groups(batch)[usable], config.trajectories)
     with progress.phase("score"):
         anchors = jax.block_until_ready(
             run.steps.score(state.policy_params, state.value_params, reference, packed)
         )
     with progress.phase("advantage"):
-        batch, figures = run.steps.advantage(
+        trained, figures = run.steps.advantage(
             packed, anchors, kept_scores, kept_groups, state.kl_coef
         )
         figures = jax.device_get(figures)
@@ -73,15 +73,40 @@ def iterate(
         per_update = []
         for _ in range(config.algorithm.epochs):
             for update in range(config.algorithm.updates):
-                part = jax.tree.map(lambda x, u=update: x[u], batch)
+                part = jax.tree.map(lambda x, u=update: x[u], trained)
                 state, metrics = run.steps.update(state, part)
                 per_update.append(metrics)
         per_update = jax.device_get(per_update)
         state = _finish(config, state, figures, len(kept))
-    with progress.phase("publish"):
-        run.engine.publish(state.policy_params, iteration + 1)
     metrics = _metrics(run, state, trajectories, scores, layout, figures, per_update)
-    return state, metrics, trajectories, scores.values
+    metrics |= _provenance(config, iteration, trajectories) | run.engine.figures()
+    return IterationResult(state, metrics, batch, scores.values)
+
+
+def _too_old(config: Config, iteration: int, trajectories: Sequence[Trajectory]) -> np.ndarray:
+    """Which samples are of weights older than `rollout.max_staleness` versions."""
+    oldest = iteration - config.rollout.max_staleness
+    return np.array([t.weight_version < oldest for t in trajectories], bool)
+
+
+def _groups(batch: Batch) -> np.ndarray:
+    """For each trajectory, the number of its prompt in the batch."""
+    number = {(prompt.row, prompt.epoch): i for i, prompt in enumerate(batch.prompts)}
+    return np.array([number[t.prompt.row, t.prompt.epoch] for t in batch.trajectories], int)
+
+
+def _provenance(
+    config: Config, iteration: int, trajectories: Sequence[Trajectory]
+) -> dict[str, float]:
+    """How old the weights were that sampled the batch, and what is missing from it."""
+    versions = [t.token_versions or (t.weight_version,) * len(t.response_ids) for t in trajectories]
+    ages = iteration - np.concatenate(versions)
+    return {
+        "rollout/staleness_mean": float(ages.mean()),
+        "rollout/staleness_max": float(ages.max()),
+        "rollout/too_old": float(_too_old(config, iteration, trajectories).sum()),
+        "rollout/left_out": float(config.trajectories - len(trajectories)),
+    }
 
 
 def plan_for(config: Config, trajectories: Sequence[Trajectory], multiple: int) -> Plan:

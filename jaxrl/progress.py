@@ -67,6 +67,7 @@ class Progress:
         self._since = clock()
         self._seconds: dict[str, float] = {}
         self._phases: list[tuple[str, float]] = []
+        self._done = [0, 0]
         self._recent: deque[float] = deque(maxlen=RECENT)
         console = Console(file=self._stream, highlight=False, soft_wrap=True)
         self._live: Live | None = None
@@ -90,12 +91,21 @@ class Progress:
             self._live.stop()
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time what happens inside as `name`; the same name again adds up."""
+    def phase(self, name: str, *, total: int = 0) -> Iterator[Callable[[int], None]]:
+        """Time what happens inside as `name`; the same name again adds up.
+
+        Yields:
+            A function to be told how many more of `total` things are done, from any thread.
+        """
         begin = self._clock()
         self._phases.append((name, begin))
+        self._done = [0, total]
+
+        def count(more: int) -> None:
+            self._done[0] += more
+
         try:
-            yield
+            yield count
         finally:
             self._phases.pop()
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - begin
@@ -180,7 +190,9 @@ class Progress:
         phases = list(self._phases)  # the refreshing thread reads what the main thread changes
         if phases:
             name, begin = phases[-1]
-            parts.append(f"{name} {duration(self._clock() - begin)}")
+            done, total = self._done
+            of = f"{done}/{total} " if total else ""
+            parts.append(f"{name} {of}{duration(self._clock() - begin)}")
         return Text("  ".join(parts + self._left()), no_wrap=True, overflow="ellipsis")
 
     def _count(self, iteration: int) -> str:

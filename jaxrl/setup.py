@@ -7,7 +7,7 @@ Order: settings, files, prompts, reward functions, then arrays. Nothing is compu
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from jaxrl.models import Model, ModelConfig
 from jaxrl.named_function import load_function
 from jaxrl.rollout.engine import RolloutEngine
 from jaxrl.rollout.trainside import TrainsideEngine
+from jaxrl.rollouts import Rollouts
 from jaxrl.scoring import Scorer
 from jaxrl.sharding import batch_sharding, make_mesh, replicated
 from jaxrl.state import Optimizers, abstract_state, make_optimizers
@@ -58,6 +59,7 @@ class Run:
     tokenizer: Any
     mesh: Mesh
     cursor: PromptCursor
+    rollouts: Rollouts
     eval_prompts: list[Prompt]
     prompt_counts: dict[str, int]
     scorer: Scorer
@@ -68,9 +70,10 @@ class Run:
     eval_sampling: Sampling
 
     def close(self) -> None:
-        """End the reward worker and let go of the engine's weights."""
+        """End the reward worker, and the engine with what it has under way."""
         self.scorer.close()
         self.engine.close()
+        self.rollouts.close()
 
 
 def build(config: Config) -> Run:
@@ -94,16 +97,23 @@ def build(config: Config) -> Run:
     steps = _steps(config, model, mesh, optimizers)
     scorer = Scorer(config.reward.functions, config.reward.timeout_s, config.reward.on_invalid)
     scorer.probe(prompts)
+    cursor = PromptCursor(prompts, seed=config.seed, shuffle=config.data.shuffle)
+    try:
+        engine = _engine(config, model, folder, prompts)
+    except BaseException:
+        scorer.close()
+        raise
     return Run(
         config=config,
         model=model,
         tokenizer=tokenizer,
         mesh=mesh,
-        cursor=PromptCursor(prompts, seed=config.seed, shuffle=config.data.shuffle),
+        cursor=cursor,
+        rollouts=Rollouts(config, engine, cursor, sampling),
         eval_prompts=held_out,
         prompt_counts=counts,
         scorer=scorer,
-        engine=TrainsideEngine(model, batch_size=config.rollout.batch_size),
+        engine=engine,
         steps=steps,
         optimizers=optimizers,
         sampling=sampling,
@@ -115,6 +125,24 @@ def build(config: Config) -> Run:
             top_p=1.0,
             min_p=0.0,
         ),
+    )
+
+
+def _engine(config: Config, model: Model, folder: str, prompts: Sequence[Prompt]) -> RolloutEngine:
+    if config.rollout.engine == "trainside":
+        return TrainsideEngine(model, batch_size=config.rollout.batch_size)
+    # An HTTP client is loaded by the runs that talk to servers.
+    from jaxrl.rollout.sglang.engine import SGLangEngine
+
+    # Some prompt of at least two tokens: the first one's logarithm has nothing to be compared with.
+    probe = max((prompt.ids for prompt in prompts[:64]), key=len)
+    return SGLangEngine(
+        model,
+        config.rollout,
+        source=folder,
+        run_dir=config.run_dir,
+        probe_ids=probe if len(probe) > 1 else probe * 2,
+        max_tokens=config.max_tokens,
     )
 
 

@@ -223,26 +223,29 @@ def make_advantage_step(
             )
             advantages = jnp.where(valid, relative[packed.trajectory], 0.0)
             returns = jnp.zeros_like(advantages)
+        old_logprobs = anchors.old_logprobs
+        if algorithm.old_logprobs == "rollout":
+            old_logprobs = jnp.where(valid, packed.behaviour_logprobs, 0.0)
         batch = TrainBatch(
             packed=packed,
-            old_logprobs=anchors.old_logprobs,
+            old_logprobs=old_logprobs,
             old_values=anchors.old_values,
             ref_logprobs=anchors.ref_logprobs,
             advantages=lax.stop_gradient(advantages),
             returns=lax.stop_gradient(returns),
         )
-        return batch, _batch_metrics(batch, anchors.entropies)
+        return batch, _batch_metrics(batch, anchors)
 
     return advantage_step
 
 
-def _batch_metrics(batch: TrainBatch, entropies: jax.Array) -> Metrics:
+def _batch_metrics(batch: TrainBatch, anchors: Anchors) -> Metrics:
     """Figures of the whole rollout batch, over policy tokens only."""
     valid = batch.packed.policy_valid
-    drift = jnp.where(valid, batch.old_logprobs - batch.packed.behaviour_logprobs, 0.0)
-    kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, kind="k1", mask=valid)
+    drift = jnp.where(valid, anchors.old_logprobs - batch.packed.behaviour_logprobs, 0.0)
+    kl = kl_estimate(anchors.old_logprobs, batch.ref_logprobs, kind="k1", mask=valid)
     return {
-        "policy/entropy": masked_mean(entropies, valid),
+        "policy/entropy": masked_mean(anchors.entropies, valid),
         "kl/reference": masked_mean(kl, valid),
         "kl/reference_sum": jnp.sum(kl),
         "value/mean": masked_mean(batch.old_values, valid),

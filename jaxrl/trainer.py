@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from jaxrl.checkpoint.state import CheckpointStore
 from jaxrl.config import Config
 from jaxrl.config_io import config_to_dict
-from jaxrl.errors import CheckpointError, TrainingError
+from jaxrl.errors import CheckpointError, RewardError, RolloutError, TrainingError
 from jaxrl.evaluation import evaluate, sample_rows
 from jaxrl.flops import iteration_flops
-from jaxrl.iteration import iterate, rollout_seed
+from jaxrl.iteration import iterate
 from jaxrl.metrics import MetricsLog
 from jaxrl.progress import Progress
+from jaxrl.rollouts import Batch, is_due, rollout_seed
 from jaxrl.setup import Run
 from jaxrl.state import abstract_state, fresh_state, reference_params
 from jaxrl.stopping import StopRequested, StopSignal
-from jaxrl.types import TrainState, Trajectory
+from jaxrl.types import TrainState
 
 __all__ = ["check_resume", "start", "train"]
 
@@ -60,7 +63,8 @@ def train(run: Run, store: CheckpointStore, state: TrainState) -> TrainState:
     """Run the iterations that are left; returns the last state.
 
     What is saved is always the state of a finished iteration with the prompt cursor of that moment.
-    A stop request saves the last finished iteration and returns.
+    A stop request saves the last finished iteration and returns; so does an error of a server or of
+    a reward function, which is then raised.
     """
     config, first = run.config, int(state.iteration)
     reference = reference_params(config, run.model, run.mesh) if config.needs_reference else None
@@ -68,7 +72,7 @@ def train(run: Run, store: CheckpointStore, state: TrainState) -> TrainState:
         config.run_dir, tensorboard=config.log.tensorboard, resume_step=first if first else None
     )
     progress = Progress(config.iterations, enabled=config.log.progress, start=first)
-    host = _host_state(run)
+    host = _host_state(run.config, run.cursor.state())
     with StopSignal() as stop, progress:
         try:
             run.engine.publish(state.policy_params, first)
@@ -77,37 +81,45 @@ def train(run: Run, store: CheckpointStore, state: TrainState) -> TrainState:
             progress.reset()
             while int(state.iteration) < config.iterations:
                 stop.check()
-                state, metrics, trajectories, scores = iterate(
-                    run, state, reference, progress, stop
-                )
-                host, done = _host_state(run), int(state.iteration)
-                if _is_due(config.eval.every, done, config.iterations):
+                state, metrics, batch, scores = iterate(run, state, reference, progress, stop)
+                host, done = _host_state(config, batch.cursor), int(state.iteration)
+                with progress.phase("publish"):
+                    run.engine.publish(state.policy_params, done)
+                if is_due(config.eval.every, done, config.iterations):
                     metrics |= _evaluate(run, log, progress, done)
-                if _is_due(config.checkpoint.every, done, config.iterations):
+                if is_due(config.checkpoint.every, done, config.iterations):
                     with progress.phase("checkpoint"):
                         store.save(done, state, host)
                 metrics["compilations"] = float(run.steps.compilations + run.engine.compilations)
-                metrics |= progress.finish(done, metrics, **_work(run, trajectories, metrics))
+                metrics |= progress.finish(done, metrics, **_work(run, batch, metrics))
                 log.write(done, metrics)
-                log.samples(done, sample_rows(run, trajectories, scores, config.log.samples))
+                log.samples(done, sample_rows(run, batch.trajectories, scores, config.log.samples))
                 _check_health(config, state)
         except StopRequested as request:
             progress.note(f"{request}: saving iteration {int(state.iteration)}, then stopping")
-            if store.latest() != int(state.iteration):
-                store.save(int(state.iteration), state, host)
+            _save_last(store, state, host)
+        except (RolloutError, RewardError) as error:
+            if _save_last(store, state, host):
+                progress.note(f"iteration {int(state.iteration)} is saved; {type(error).__name__}:")
+            raise
         finally:
             log.close()
             store.wait()
     return state
 
 
-def _host_state(run: Run) -> dict[str, Any]:
+def _save_last(store: CheckpointStore, state: TrainState, host: dict[str, Any]) -> bool:
+    """Save the last finished iteration unless it is saved, or was donated to an update."""
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+        return False
+    if store.latest() != int(state.iteration):
+        store.save(int(state.iteration), state, host)
+    return True
+
+
+def _host_state(config: Config, cursor: dict[str, int]) -> dict[str, Any]:
     """What a checkpoint holds beside the arrays."""
-    return {"cursor": run.cursor.state(), "config": config_to_dict(run.config)}
-
-
-def _is_due(every: int, done: int, total: int) -> bool:
-    return done == total or (every > 0 and done % every == 0)
+    return {"cursor": cursor, "config": config_to_dict(config)}
 
 
 def _evaluate(run: Run, log: MetricsLog, progress: Progress, done: int) -> dict[str, float]:
@@ -130,9 +142,9 @@ def _check_health(config: Config, state: TrainState) -> None:
         )
 
 
-def _work(run: Run, trajectories: list[Trajectory], metrics: dict[str, float]) -> dict[str, float]:
+def _work(run: Run, batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
     """What the iteration did, for rates."""
-    flops = iteration_flops(run.config, run.model.config, trajectories)
+    flops = iteration_flops(run.config, run.model.config, batch.trajectories)
     return {
         "generated_tokens": metrics["rollout/tokens"],
         "trained_tokens": metrics["packing/trained_tokens"] * run.config.algorithm.epochs,

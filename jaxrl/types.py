@@ -97,7 +97,9 @@ class Trajectory:
     finish_reason: FinishReason
     """From the engine alone: "stop" or "length"; never guessed from widths or token ids."""
     weight_version: int = 0
-    """Version of the weights that sampled it."""
+    """Version of the weights that sampled its first token, the oldest."""
+    token_versions: tuple[int, ...] = ()
+    """Version for each response token, where it changed under way; empty means all the same."""
     loss_mask: tuple[bool, ...] = ()
     """Which response tokens are the policy's own; empty means all of them."""
 

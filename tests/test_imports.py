@@ -42,7 +42,7 @@ HOMES = {
     "orbax": ("checkpoint/state.py",),
     "safetensors": ("checkpoint/hf",),
     "omegaconf": ("config_io.py",),
-    "httpx": ("rollout/sglang",),
+    "httpx": ("rollout/sglang/client.py",),
     "torch": (),
 }
 HEAVY = (*HOMES, "optax", "transformers", "datasets", "tensorstore", "matplotlib", "rich")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -19,8 +19,10 @@ from jaxrl.errors import RolloutError
 from jaxrl.types import Prompt, Sampling, Trajectory
 
 Numbers = Sequence[int] | np.ndarray
+OnDone = Callable[[Sequence[Trajectory]], None]
+"""Is given completions as they are finished, each once, perhaps from another thread."""
 
-__all__ = ["RolloutEngine", "check_request", "request_keys"]
+__all__ = ["OnDone", "RolloutEngine", "check_request", "request_keys"]
 
 
 class RolloutEngine(Protocol):
@@ -32,12 +34,19 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int,
+        sampling: Sampling,
+        seed: int,
+        on_done: OnDone | None = None,
     ) -> list[Trajectory]:
         """Finish `samples` completions of each prompt, prompt-major: all of the first prompt first.
 
         Returns:
-            `len(prompts) * samples` trajectories, each with the weight version that sampled it.
+            `len(prompts) * samples` trajectories, each with the weight version that sampled it;
+            fewer where a server refused a prompt for good, which is logged.
 
         Raises:
             RolloutError: the request cannot be met, naming the prompt's row where one is at fault.
@@ -46,6 +55,14 @@ class RolloutEngine(Protocol):
 
     def publish(self, policy_params: Any, version: int) -> None:
         """Sample with these weights from now on; trajectories carry `version`."""
+        ...
+
+    def rest(self) -> None:
+        """Nothing will be asked until the next `publish`: what accelerators hold may go."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of the engine's own, such as how often a request had to be sent again."""
         ...
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from jaxrl.errors import RolloutError
 from jaxrl.models import Model
 from jaxrl.models.sampling import Knobs
 from jaxrl.rollout.batches import Batch, plan_batches
-from jaxrl.rollout.engine import check_request, request_keys
+from jaxrl.rollout.engine import OnDone, check_request, request_keys
 from jaxrl.rollout.sampler import Request, Response, sample_batch
 from jaxrl.types import Prompt, Sampling, Trajectory
 
@@ -98,8 +98,21 @@ class TrainsideEngine:
         self._weights = None
         self._programs.clear()
 
+    def rest(self) -> None:
+        """Nothing to do: the weights are the trainer's."""
+
+    def figures(self) -> dict[str, float]:
+        """None."""
+        return {}
+
     def generate(
-        self, prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int,
+        sampling: Sampling,
+        seed: int,
+        on_done: OnDone | None = None,
     ) -> list[Trajectory]:
         """Finish `samples` completions of each prompt, prompt-major; see `RolloutEngine`."""
         vocab = self._model.config.vocab_size
@@ -111,8 +124,11 @@ class TrainsideEngine:
             request = self._request(batch, prompts, sampling, seed)
             program = self._program(params, request, batch.samples, sampling.max_new_tokens)
             response = jax.device_get(program(params, request))
-            for place, trajectory in _read(batch, prompts, response, samples, version):
+            answers = _read(batch, prompts, response, samples, version)
+            for place, trajectory in answers:
                 found[place] = trajectory
+            if on_done:
+                on_done([trajectory for _, trajectory in answers])
             stats = _count(stats, batch, prompts, response)
         self.stats = stats
         finished = [trajectory for trajectory in found if trajectory is not None]

@@ -1,0 +1,264 @@
+"""The servers of a run: who is usable, who gets the next request, what happens when one fails.
+
+A server is *up* when it is healthy and was seen to run the published weights. Requests go to the up
+server with the fewest in flight. A failure makes its server be looked at: if that is down, the
+failure does not count against the request, which goes elsewhere; the others of that server are
+taken back at once. A watch lets a server back in when it is healthy and has the weights again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from jaxrl.errors import RolloutError
+from jaxrl.rollout.sglang.client import Busy, Refused, ServerClient, ServerError, Unreachable
+from jaxrl.rollout.sglang.replies import BadReply, Request
+from jaxrl.rollout.sglang.seat import Limits, Seat
+from jaxrl.types import Trajectory
+
+__all__ = ["Pool"]
+
+_LONGEST_PAUSE_S = 8.0
+
+
+class Pool:
+    """Servers that answer requests; all of it runs in one event loop."""
+
+    def __init__(
+        self,
+        servers: Sequence[ServerClient],
+        router: ServerClient | None,
+        limits: Limits,
+        *,
+        current: Callable[[ServerClient], Awaitable[None]],
+        revive: Callable[[], Mapping[str, str]],
+    ) -> None:
+        """Make a pool whose servers are all still to be looked at.
+
+        Args:
+            servers: each holds the weights.
+            router: where requests go, instead of to the servers.
+            limits: see there.
+            current: makes sure that a healthy server runs the published weights, or raises.
+            revive: restarts servers of ours that have ended; gives url -> why for those that end
+                again and again.
+        """
+        self.limits = limits
+        self.servers = [Seat(client, limits.concurrency) for client in servers]
+        self.router = router and Seat(
+            router, limits.concurrency * len(servers), health_path="/readiness"
+        )
+        self.retries = 0
+        self._current = current
+        self._revive = revive
+        self._changed = asyncio.Condition()
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def seats(self) -> list[Seat]:
+        """Router and servers."""
+        return [*([self.router] if self.router else []), *self.servers]
+
+    async def start(self) -> None:
+        """Wait until every server and the router are healthy; then watch them.
+
+        Raises:
+            RolloutError: one is not, after `Limits.gone_s`.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.limits.gone_s
+        waiting = self.seats
+        while waiting := [seat for seat in waiting if not await self._started(seat)]:
+            hopeless = self._revive()
+            if hopeless or loop.time() > deadline:
+                for seat in waiting:
+                    seat.reason = hopeless.get(seat.client.url, seat.reason)
+                raise self._gone(waiting)
+            await asyncio.sleep(0.5)
+        if self.router:
+            self.router.up = True
+        self._watch = asyncio.create_task(self._keep_watch())
+
+    async def close(self) -> None:
+        """Stop watching and close the connections."""
+        if self._watch:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        for seat in self.seats:
+            await seat.client.close()
+
+    async def examine(self, seat: Seat) -> bool:
+        """Look at a server; whether it is up afterwards."""
+        if seat.looking is None:
+            seat.looking = asyncio.create_task(self._examine(seat))
+            seat.looking.add_done_callback(lambda _: setattr(seat, "looking", None))
+        return await asyncio.shield(seat.looking)
+
+    async def _examine(self, seat: Seat) -> bool:
+        was_up = seat.up
+        try:
+            await self._healthy(seat)
+            if seat is not self.router:
+                if not was_up:
+                    # What it had of ours before it was left out has gone to others since.
+                    await seat.client.post("/abort_request", {"abort_all": True})
+                await self._current(seat.client)
+        except RolloutError as error:
+            seat.down(str(error))
+            return False
+        await self.admit(seat)
+        return True
+
+    async def admit(self, seat: Seat) -> None:
+        """Let a server in."""
+        seat.up, seat.heard = True, asyncio.get_running_loop().time()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def examine_all(self) -> None:
+        """Look at all of them at once."""
+        await asyncio.gather(*(self.examine(seat) for seat in self.seats))
+
+    async def answer(
+        self, request: Request, read: Callable[[Any], Trajectory]
+    ) -> Trajectory | ServerError:
+        """Get one completion, from whichever server; `read` makes a trajectory of the reply.
+
+        Returns:
+            The completion, or why there is none: the request is refused for good, or each attempt
+            brought an answer that cannot be used.
+
+        Raises:
+            RolloutError: no server is up for `Limits.gone_s`, or servers in order fail again and
+                again.
+        """
+        attempts = 0
+        while True:
+            seat = await self._free_seat()
+            try:
+                return read(await self._call(seat, request))
+            except Refused as error:
+                if "duplicate request" not in str(error).lower():
+                    return error
+                failure: ServerError = error
+            except (Busy, Unreachable, BadReply) as error:
+                failure = error
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                self.retries += 1  # its server was left out
+                continue
+            self.retries += 1
+            if not await self._in_order(seat):
+                continue
+            attempts += 1
+            if attempts >= self.limits.attempts:
+                if isinstance(failure, BadReply):
+                    return failure
+                raise RolloutError(
+                    f"prompt row {request.prompt.row}, sample {request.sample}: no answer after "
+                    f"{attempts} attempts; the last: {failure}"
+                )
+            await asyncio.sleep(min(0.25 * 2.0 ** (attempts - 1), _LONGEST_PAUSE_S))
+            with contextlib.suppress(ServerError):  # the server may still be at it
+                if seat is not self.router:
+                    await seat.client.post("/abort_request", {"rid": request.rid}, timeout_s=5.0)
+
+    async def _call(self, seat: Seat, request: Request) -> Any:
+        task = asyncio.ensure_future(
+            seat.client.post("/generate", request.body(), timeout_s=self.limits.request_s)
+        )
+        seat.calls.add(task)
+        try:
+            reply = await task
+            seat.heard = asyncio.get_running_loop().time()
+            return reply
+        finally:
+            seat.calls.discard(task)
+            task.cancel()
+            async with self._changed:
+                self._changed.notify()
+
+    async def _in_order(self, seat: Seat) -> bool:
+        """Whether everything a request to `seat` depends on is up."""
+        if seat is not self.router:
+            return await self.examine(seat)
+        before = [server.up for server in self.servers]
+        await self.examine_all()
+        return all(before) and all(server.up for server in self.seats)
+
+    async def _free_seat(self) -> Seat:
+        loop = asyncio.get_running_loop()
+        gone_at: float | None = None
+        while True:
+            up = [seat for seat in ([self.router] if self.router else self.servers) if seat.up]
+            if self.router and not any(server.up for server in self.servers):
+                up = []
+            free = [seat for seat in up if len(seat.calls) < seat.capacity]
+            if free:
+                return min(free, key=lambda seat: len(seat.calls))
+            if up:
+                gone_at = None
+            elif gone_at is None:
+                gone_at = loop.time() + self.limits.gone_s
+            elif loop.time() > gone_at:
+                raise self._gone(self.seats)
+            await self._any_change()
+
+    async def wait_until_up(self) -> None:
+        """Return once a server is up.
+
+        Raises:
+            RolloutError: none is, after `Limits.gone_s`.
+        """
+        deadline = asyncio.get_running_loop().time() + self.limits.gone_s
+        while not any(server.up for server in self.servers):
+            if asyncio.get_running_loop().time() > deadline:
+                raise self._gone(self.servers)
+            await self._any_change()
+
+    async def _any_change(self) -> None:
+        """Until a server has room or is let in, and at most a second."""
+        async with self._changed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), 1.0)
+
+    def _gone(self, seats: Sequence[Seat]) -> RolloutError:
+        listed = "; ".join(f"{seat.client.url}: {seat.reason}" for seat in seats if not seat.up)
+        return RolloutError(
+            f"no usable server (waited up to rollout.gone_timeout_s={self.limits.gone_s:g} s): "
+            f"{listed}"
+        )
+
+    async def _started(self, seat: Seat) -> bool:
+        try:
+            await self._healthy(seat)
+        except ServerError as error:
+            seat.reason = str(error)
+            return False
+        return True
+
+    async def _healthy(self, seat: Seat) -> None:
+        """Raise what is wrong with it."""
+        try:
+            await seat.client.get(seat.health_path, timeout_s=self.limits.health_s)
+        except Refused as error:
+            raise Busy(str(error)) from error
+
+    async def _keep_watch(self) -> None:
+        """Look at servers that are out, and at those that owe answers but are silent."""
+        loop = asyncio.get_running_loop()
+        period = min(2.0, self.limits.health_s / 2)
+        while True:
+            await asyncio.sleep(period)
+            hopeless = self._revive()
+            silent = loop.time() - period
+            looked = [s for s in self.seats if not s.up or (s.calls and s.heard < silent)]
+            await asyncio.gather(*(self.examine(seat) for seat in looked))
+            for seat in looked:
+                seat.reason = hopeless.get(seat.client.url, seat.reason)
