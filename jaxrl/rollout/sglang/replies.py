@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl.errors import RolloutError
 from jaxrl.rollout.sglang.client import ServerError
 from jaxrl.types import Prompt, Sampling, Trajectory
 
@@ -62,11 +63,11 @@ def check_sampling(sampling: Sampling) -> None:
     """Refuse what the server's log-probabilities would misreport.
 
     Raises:
-        BadReply: top_k = 1 beside a temperature: reported at temperature 1 or at the given one,
+        RolloutError: top_k = 1 beside a temperature: reported at temperature 1 or at the given one,
             depending on the company of the request.
     """
     if sampling.top_k == 1 and sampling.temperature not in (0.0, 1.0):
-        raise BadReply(
+        raise RolloutError(
             f"top_k=1 with temperature={sampling.temperature} is greedy, for which SGLang reports "
             "log-probabilities at temperature 1; ask for temperature 0 or 1"
         )
