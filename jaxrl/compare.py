@@ -1,9 +1,9 @@
 """SGLang against the trainer's own sampler: the same weights, the same prompts, the same update.
 
-Sampling is greedy (top_k = 1 at temperature 1), so that both engines should say the same tokens;
-where they do not, each is judged on its own: the trainer scores the tokens of each engine. Rewards
-alternate within each prompt's samples, so that every round makes a real update whatever the model
-says, and every round begins with publishing what the one before made.
+Sampling is greedy (top_k = 1, log-probabilities at temperature 1), so that both engines should say
+the same tokens; where they do not, each is judged on its own: the trainer scores the tokens of each
+engine. Rewards alternate within each prompt's samples, so that every round makes a real update
+whatever the model says, and every round begins with publishing what the one before made.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def config_for_comparison(config: Config) -> Config:
             config.algorithm, epochs=1, updates=1, old_logprobs="trainer"
         ),
         critic=dataclasses.replace(config.critic, warmup_iterations=0),
-        rollout=dataclasses.replace(config.rollout, max_staleness=0),
+        rollout=dataclasses.replace(config.rollout, max_staleness=0, temperature=1.0),
     )
 
 
 def compare(run: Run, state: TrainState, reference: Any, *, rounds: int) -> Iterator[Row]:
     """Two rows a round: the engine of `run`, whose update is kept, and the trainside sampler."""
-    greedy = dataclasses.replace(run.sampling, temperature=1.0, top_k=1, top_p=1.0, min_p=0.0)
+    greedy = dataclasses.replace(run.sampling, temperature=0.0)
     trainside = TrainsideEngine(run.model, batch_size=run.config.rollout.batch_size)
     engines: dict[str, RolloutEngine] = {"sglang": run.engine, "trainside": trainside}
     steps = {

@@ -181,7 +181,14 @@ def _sampling(config: Config) -> Iterator[str]:
         "min_p": (rollout.min_p, 0),
     }
     for name, (value, off) in filters.items():
-        if value != off and config.algorithm.importance == "off":
+        if value == off:
+            continue
+        if rollout.engine == "sglang":
+            yield (
+                f"rollout.{name}={value}: SGLang's log-probabilities know nothing of filters, so "
+                f"nothing could correct for them; set rollout.{name}={off}"
+            )
+        elif config.algorithm.importance == "off":
             yield (
                 f"rollout.{name}={value} samples from another distribution than the one trained; "
                 f"set rollout.{name}={off}, or algorithm.importance to token or sequence"
@@ -210,11 +217,6 @@ def _servers(config: Config) -> Iterator[str]:
             yield f"rollout.urls: {url!r} must read http://host:port"
     if len(set(rollout.urls)) < len(rollout.urls):
         yield f"rollout.urls={rollout.urls} names a server twice; list each once"
-    if rollout.top_k == 1 and rollout.temperature != 1:
-        yield (
-            f"rollout.top_k=1 with rollout.temperature={rollout.temperature}: SGLang reports "
-            "greedy log-probabilities at temperature 1; set rollout.temperature=1"
-        )
     if rollout.colocated and rollout.max_staleness:
         yield (
             f"rollout.max_staleness={rollout.max_staleness} generates while the trainer works, "
@@ -235,13 +237,13 @@ def _off_policy(config: Config) -> Iterator[str]:
             "log-probabilities against the sampler's, which algorithm.old_logprobs=rollout makes "
             "the same; set importance=off, or old_logprobs=trainer"
         )
-    if rollout.max_staleness and algorithm.old_logprobs == "trainer":
-        if algorithm.importance == "off":
-            yield (
-                f"rollout.max_staleness={rollout.max_staleness} trains on samples of older "
-                "weights; set algorithm.importance to token or sequence, or "
-                "algorithm.old_logprobs=rollout, to account for that"
-            )
+    uncorrected = algorithm.old_logprobs == "trainer" and algorithm.importance == "off"
+    if rollout.engine == "sglang" and rollout.max_staleness and uncorrected:
+        yield (
+            f"rollout.max_staleness={rollout.max_staleness} trains on samples of older weights; "
+            "set algorithm.importance to token or sequence, or algorithm.old_logprobs=rollout, to "
+            "account for that"
+        )
 
 
 def _schedules(config: Config) -> Iterator[str]:

@@ -93,7 +93,8 @@ class Trajectory:
     response_ids: tuple[int, ...]
     """Never empty. Ends with the stop token exactly when finish_reason is "stop"."""
     logprobs: tuple[float, ...]
-    """Behaviour log-probability of each response token under the sampling temperature, in nats."""
+    """Log-probability with which each response token was drawn, temperature and filters included,
+    in nats (SGLang's know nothing of filters, so training refuses those with it)."""
     finish_reason: FinishReason
     """From the engine alone: "stop" or "length"; never guessed from widths or token ids."""
     weight_version: int = 0

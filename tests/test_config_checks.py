@@ -12,6 +12,7 @@ from jaxrl.config_schema import settings
 from jaxrl.errors import ConfigError
 
 WORKING = ["model.path=m", "data.train.path=x.jsonl", "reward.functions=[{fn: m:f}]"]
+SGLANG = "rollout.engine=sglang rollout.urls=[http://127.0.0.1:30000]"
 GRPO = "algorithm.advantage_mode=grpo"
 
 
@@ -71,6 +72,28 @@ BAD = [
     ("rollout.top_p=0.9", "rollout.top_p=0.9 .* algorithm.importance"),
     ("rollout.min_p=0.1", "rollout.min_p=0.1"),
     ("rollout.stop_token_ids=[3, -1]", "rollout.stop_token_ids has -1"),
+    # servers
+    ("rollout.engine=sglang", "rollout.urls is empty; .* e.g. rollout.urls="),
+    (f"{SGLANG} rollout.urls=[localhost]", "'localhost' must read http://host:port"),
+    (f"{SGLANG} rollout.router=here", "'here' must read http://host:port"),
+    (f"{SGLANG} rollout.urls=[http://a:1,http://a:1]", "names a server twice"),
+    (f"{SGLANG} rollout.top_p=0.9 algorithm.importance=token", "know nothing of filters"),
+    (f"{SGLANG} rollout.publish=tensor rollout.publish_dir=x", "is read for rollout.publish=disk"),
+    (
+        f"{SGLANG} rollout.max_staleness=1 algorithm.importance=token rollout.colocated=true",
+        "rollout.max_staleness=1 generates while the trainer works",
+    ),
+    (f"{SGLANG} rollout.max_staleness=2", "max_staleness=2 trains on samples of older weights"),
+    (
+        "rollout.urls=[http://a:1]",
+        "rollout.urls=.* is read for rollout.engine=sglang only; .* \\[\\]",
+    ),
+    ("rollout.launch=x", "rollout.launch='x' is read for .*; set it to null"),
+    ("rollout.max_staleness=1", "rollout.max_staleness=1 is read for rollout.engine=sglang only"),
+    (
+        "algorithm.old_logprobs=rollout algorithm.importance=token",
+        "algorithm.importance=token weighs .* set importance=off",
+    ),
     # schedules
     ("optim.policy.warmup_steps=101", "optim.policy.warmup_steps=101 .* the 100 optimizer steps"),
     ("optim.value.warmup_steps=7 iterations=3 algorithm.epochs=2", "the 6 optimizer steps"),
@@ -129,6 +152,10 @@ def test_refused(overrides: str, message: str) -> None:
         "algorithm.kl_in=reward algorithm.kl_target=6",
         "algorithm.kl_in=loss algorithm.kl_kind=k2",
         "rollout.top_p=0.9 rollout.top_k=5 rollout.min_p=0.1 algorithm.importance=token",
+        f"{SGLANG} rollout.max_staleness=3 algorithm.importance=sequence",
+        f"{SGLANG} rollout.max_staleness=1 algorithm.old_logprobs=rollout",
+        f"{SGLANG} rollout.router=http://r:1/ rollout.colocated=true rollout.publish_dir=x",
+        "algorithm.old_logprobs=rollout",
         "optim.policy.warmup_steps=100 optim.policy.lr=0",
         "optim.value.max_grad_norm=0 checkpoint.every=0 eval.every=0 log.samples=0",
         "algorithm.gamma=0 algorithm.lam=1 algorithm.clip_high=5 algorithm.dual_clip=3",

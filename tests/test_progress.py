@@ -125,13 +125,19 @@ def test_terminal_shows_the_running_phase_below_the_lines(monkeypatch: pytest.Mo
     clock, stream = Clock(), Terminal()
     with Progress(3, stream=stream, clock=clock) as progress:
         run_iteration(progress, clock, 1)
+        assert progress._live is not None
         with progress.phase("update"):
             clock.now += 7.0
-            assert progress._live is not None
+            progress._live.refresh()
+        with progress.phase("rollout", total=9) as count:
+            clock.now += 1.0
+            count(2)
+            count(3)
             progress._live.refresh()
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
     lines = [line.strip() for line in re.split(r"[\r\n]+", shown)]
     assert "iter 2/3  update 7s  24s left" in lines
+    assert "iter 2/3  rollout 5/9 1s  24s left" in lines
     (finished,) = [line for line in lines if line.startswith("iter 1/3  reward")]
     assert finished.endswith("500 tok/s  24s left")  # longer than the terminal, yet one line
 

@@ -230,6 +230,29 @@ def test_first_update_has_ratio_exactly_one():
     assert float(metrics["policy/clip_fraction_up"] + metrics["policy/clip_fraction_down"]) == 0.0
 
 
+def test_lp10_old_logprobs_are_the_trainers_or_the_samplers():
+    """With the trainer's the ratio is 1 whatever the sampler says; with the sampler's it is not."""
+    ts = make_trajectories()
+    packed = lay_out(ts, tokens=32)
+    told = np.asarray(packed.behaviour_logprobs)
+    ratios = {}
+    for who in ("trainer", "rollout"):
+        state, update, batch, figures, anchors = prepare(
+            AlgorithmConfig(old_logprobs=who), ts, packed
+        )
+        own = np.asarray(anchors.old_logprobs)
+        valid = np.asarray(packed.policy_valid)
+        np.testing.assert_array_equal(batch.old_logprobs, own if who == "trainer" else told)
+        drift = np.abs(own - told)[valid]  # reported alike
+        np.testing.assert_allclose(figures["rollout/logprob_diff_mean"], drift.mean(), rtol=1e-6)
+        ratios[who] = float(update(state, one(batch))[1]["policy/ratio_mean"])
+        if who == "rollout":
+            first = valid[0]
+            expected = np.exp(np.clip((own - told)[0][first], -20, 20)).mean()
+            np.testing.assert_allclose(ratios[who], expected, rtol=1e-5)
+    assert ratios["trainer"] == 1.0 != ratios["rollout"]
+
+
 ALGORITHMS = {
     "default": AlgorithmConfig(),
     "every loss": AlgorithmConfig(

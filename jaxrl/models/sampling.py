@@ -1,9 +1,9 @@
 """Drawing the next token from logits: filters, the draw itself, and its log-probability.
 
-The log-probability that is reported is that of the *whole* softmax under the sampling temperature.
-The filters decide what may be drawn; they do not renormalise what is reported. That is also the
-trainer's definition, for old and new log-probabilities, so the ratio is 1 before the first update
-whatever was filtered. (Filtered sampling stays off-policy: a kept token is likelier than reported.)
+What is reported is the log-probability of what was drawn from: the softmax under the sampling
+temperature over the tokens that the filters left. The trainer's own log-probabilities are of the
+whole softmax, so filtered samples are off-policy by the mass that was cut off, which is what an
+importance weight of the two makes up for.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Knobs(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """One token a row, and its log-probability under the whole softmax."""
+    """One token a row, and the log-probability with which it was drawn."""
 
     tokens: Int[Array, " batch"]
     logprobs: Float[Array, " batch"]
@@ -105,7 +105,7 @@ def filter_logits(
 def draw(keys: Key[Array, " batch"], logits: Float[Array, "batch vocab"], knobs: Knobs) -> Draw:
     """Draw one token a row.
 
-    z = logits / T;  token ~ softmax(filter(z));  logprob = z[token] − log Σ_j exp(z_j), in nats.
+    z = filter(logits / T);  token ~ softmax(z);  logprob = z[token] − log Σ_j exp(z_j), in nats.
     Greedy (no temperature) takes the first largest logit and reports its log-probability at T = 1.
     Each row has its own key and reads nothing of the other rows, so what it draws does not depend
     on its company. A row with a NaN or +inf logit reports NaN.
@@ -125,15 +125,14 @@ def draw(keys: Key[Array, " batch"], logits: Float[Array, "batch vocab"], knobs:
     peak = jnp.max(z, axis=-1, keepdims=True)
     # Shifted once: the normaliser, the draw and the reported value then share their rounding.
     z = z - peak
-    normaliser = jnp.log(jnp.sum(jnp.exp(z), axis=-1))
     if knobs.temperature is None:
         tokens = jnp.argmax(z, axis=-1).astype(jnp.int32)
     else:
-        kept = z
         if any(knob is not None for knob in knobs[1:]):
-            kept = filter_logits(z, top_k=knobs.top_k, top_p=knobs.top_p, min_p=knobs.min_p)
+            z = filter_logits(z, top_k=knobs.top_k, top_p=knobs.top_p, min_p=knobs.min_p)
         uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,), jnp.float32))(keys)
-        tokens = _invert(kept, uniform)
+        tokens = _invert(z, uniform)
+    normaliser = jnp.log(jnp.sum(jnp.exp(z), axis=-1))
     return Draw(tokens, jnp.take_along_axis(z, tokens[:, None], axis=-1)[:, 0] - normaliser)
 
 

@@ -39,7 +39,7 @@ class Response(NamedTuple):
     ids: jax.Array
     """int32 [rows, max_new_tokens]."""
     logprobs: jax.Array
-    """float32 [rows, max_new_tokens], nats, of the whole softmax under the sampling temperature."""
+    """float32 [rows, max_new_tokens], nats: what each token was drawn with."""
     lengths: jax.Array
     """int32 [rows]; the stop token counts."""
     stopped: jax.Array

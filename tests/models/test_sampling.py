@@ -141,21 +141,23 @@ def test_an_impossible_token_is_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
-def test_logprobs_are_those_of_the_whole_softmax(temperature: float) -> None:
+def test_logprobs_are_those_of_the_softmax_under_the_temperature(temperature: float) -> None:
     logits = np.random.default_rng(0).normal(0, 3, (64, 300)).astype(np.float32)
-    knobs = knobs_of(temperature, top_k=5, top_p=0.8, min_p=0.01)
+    knobs = knobs_of(temperature)
     tokens, logprobs = draw(keys_of(64), jnp.asarray(logits), knobs)
     z = logits.astype(np.float64) / temperature
     dense = z - np.log(np.exp(z).sum(-1, keepdims=True))
     np.testing.assert_allclose(logprobs, dense[np.arange(64), np.asarray(tokens)], atol=1e-5)
 
 
-def test_filters_do_not_renormalise_the_reported_logprob() -> None:
-    """LP-10: p = [.6, .3, .1], top_p .8: token 0 is reported as log .6, not as log(.6 / .9)."""
+def test_filtered_draws_report_what_they_were_drawn_with() -> None:
+    """p = [.6, .3, .1], top_p .8 leaves the first two: .6 / .9 and .3 / .9."""
     tokens, logprobs = draw_many([0.6, 0.3, 0.1], 100, knobs_of(top_p=0.8))
     assert set(np.asarray(tokens).tolist()) == {0, 1}
-    reported = np.asarray(logprobs)[np.asarray(tokens) == 0]
-    np.testing.assert_allclose(reported, -0.510826, atol=1e-6)
+    expected = np.where(np.asarray(tokens) == 0, -0.405465, -1.098612)
+    np.testing.assert_allclose(logprobs, expected, atol=1e-6)
+    _, alone = draw_many([0.6, 0.3, 0.1], 10, knobs_of(top_k=1))
+    np.testing.assert_allclose(alone, 0.0, atol=1e-6)
 
 
 def test_greedy_takes_the_first_largest_and_reports_temperature_one() -> None:
