@@ -5,7 +5,8 @@
 #     scripts/test.sh tests/test_x.py    # the checks, and of the suite only what these arguments select
 #
 # The first run downloads packages and SmolLM2-135M (93 MB); later ones work offline. JAXRL_VENV names
-# another place than .venv; JAXRL_TEST_WORKERS the processes the suite runs in (2).
+# another place than .venv, JAXRL_SGLANG_VENV and JAXRL_ROUTER_VENV other places than .venv-sglang
+# (2.6 GB) and .venv-sglang-router; JAXRL_TEST_WORKERS the processes the suite runs in (2).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,6 +19,11 @@ if ! "$venv/bin/python" -c 'import torch; assert torch.ones(2).sum().item() == 2
     echo "error: torch, the reference in the tests, does not run here; reinstall it into $venv" >&2
     exit 1
 fi
+
+step server
+scripts/serve_sglang_cpu.sh --install
+step router
+scripts/serve_sglang_cpu.sh --install-router
 
 step model
 "$venv/bin/python" scripts/get_smollm2.py
