@@ -13,9 +13,10 @@
 # on OMP_NUM_THREADS cores (1). JAXRL_SGLANG_PYTHON names the interpreter to make environments with;
 # pip's own settings, PIP_INDEX_URL and the like, apply.
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-server_venv="${JAXRL_SGLANG_VENV:-$here/../.venv-sglang}"
-router_venv="${JAXRL_ROUTER_VENV:-$here/../.venv-sglang-router}"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+here="$root/scripts"
+server_venv="${JAXRL_SGLANG_VENV:-$root/.venv-sglang}"
+router_venv="${JAXRL_ROUTER_VENV:-$root/.venv-sglang-router}"
 
 fail() { echo "error: $*" >&2; exit 1; }
 
