@@ -212,8 +212,7 @@ class SGLangEngine:
     ) -> list[Trajectory]:
         """All of them, as the pool lets them through; a prompt is handed on when it is complete."""
         pool, vocab = self._pool, self._model.config.vocab_size
-        # A server that was restarted since the last time is as good as new, weights included.
-        await all_of(pool.examine(seat) for seat in pool.servers if seat.up)
+        await pool.recheck()
 
         async def complete(group: Sequence[Request]) -> list[Trajectory | ServerError]:
             answers = await all_of(

@@ -31,7 +31,6 @@ class _Told(Exception):
 
 
 def _main(lifeline: int, command: list[str]) -> int:
-    os.set_inheritable(lifeline, False)  # not for the server, which would keep itself alive
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _tell)
     libc = ctypes.CDLL(None)
@@ -40,6 +39,7 @@ def _main(lifeline: int, command: list[str]) -> int:
             command,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            close_fds=True,  # the lifeline, too: the server has no use for it
             # Should the keeper be killed, the server at least does not outlive it.
             preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )

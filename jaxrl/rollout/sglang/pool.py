@@ -119,6 +119,20 @@ class Pool:
         async with self._changed:
             self._changed.notify_all()
 
+    async def recheck(self) -> None:
+        """See that the servers that are up still run the weights; quick, where nothing happened.
+
+        One that was restarted since it was last asked is healthy, and would answer.
+        """
+
+        async def one(seat: Seat) -> None:
+            try:
+                await self._current(seat.client)
+            except RolloutError as error:
+                seat.down(str(error))
+
+        await asyncio.gather(*(one(seat) for seat in self.servers if seat.up))
+
     async def examine_all(self) -> None:
         """Look at all of them at once."""
         await asyncio.gather(*(self.examine(seat) for seat in self.seats))
@@ -224,9 +238,9 @@ class Pool:
 
     async def _any_change(self) -> None:
         """Until a server has room or is let in, and at most a second."""
-        async with self._changed:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), 1.0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0), self._changed:
+                await self._changed.wait()
 
     def _gone(self, seats: Sequence[Seat]) -> RolloutError:
         listed = "; ".join(f"{seat.client.url}: {seat.reason}" for seat in seats if not seat.up)

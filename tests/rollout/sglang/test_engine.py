@@ -189,13 +189,13 @@ def test_weights_published_under_way_are_told_apart_by_token(
         engine.publish(params, 0)
         got: list[Trajectory] = []
         asked = threading.Thread(
-            target=lambda: got.extend(engine.generate(PROMPTS, samples=2, sampling=LONG, seed=0))
+            target=lambda: got.extend(engine.generate(PROMPTS, samples=4, sampling=LONG, seed=0))
         )
         asked.start()
         time.sleep(0.4)
         engine.publish(other_params, 1)
         asked.join(120)
-    each_once(got, 2)
+    each_once(got, 4)
     mixed = [t for t in got if t.token_versions]
     assert mixed
     for t in mixed:
