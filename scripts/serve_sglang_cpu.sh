@@ -10,8 +10,10 @@
 # $JAXRL_ROUTER_VENV), apart from jaxrl's own, in the versions of scripts/sglang_cpu/. A flag given
 # here replaces the one set below. Token ids go in and come out; with --tokenizer-path MODEL_FOLDER
 # the server also takes and gives text. It is meant for tests and tiny models: float32, plain torch,
-# on OMP_NUM_THREADS cores (1). JAXRL_SGLANG_PYTHON names the interpreter to make environments with;
-# pip's own settings, PIP_INDEX_URL and the like, apply.
+# on OMP_NUM_THREADS cores (1). A traceback about freeze_gc in its log is harmless.
+#
+# JAXRL_SGLANG_PYTHON names the interpreter to make environments with; pip's own settings,
+# PIP_INDEX_URL and the like, apply.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 here="$root/scripts"
