@@ -16,7 +16,7 @@ import pytest
 
 from jaxrl.errors import ConfigError
 from jaxrl.rollout.sglang.launch import RESTARTS, ServerProcesses, fill_command
-from tests.rollout.sglang.servers import ROOT, START_S, free_port
+from tests.rollout.sglang.servers import ROOT, SCRIPT, START_S, free_port
 
 VALUES = {"host": "127.0.0.1", "port": 30000, "model": "a model", "index": 0}
 URLS = ["http://127.0.0.1:30000", "http://127.0.0.1:30001"]
@@ -266,11 +266,26 @@ def test_the_server_does_not_hold_its_own_lifeline(start: Start, tmp_path: Path)
     assert (tmp_path / "server-0.log").read_text().split() == ["0", "1", "2", "3"]  # 3: the folder
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 2, "serve_sglang_cpu.sh MODEL_FOLDER"),
+        (["--prot", "1"], 2, "serve_sglang_cpu.sh MODEL_FOLDER"),
+        (["no-such-folder"], 1, "no-such-folder is no model folder: it has no config.json"),
+        (["--router", "--port", "1"], 1, "--router needs the servers' URLs"),
+    ],
+)
+def test_what_the_script_refuses(words: list[str], code: int, said: str) -> None:
+    command = [str(SCRIPT), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0)
+    assert done.returncode == code and said in done.stderr
+
+
 @pytest.mark.slow
 def test_a_real_server_by_its_script(start: Start, tiny_model: Path, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    script = "scripts/serve_sglang_cpu.sh '{model}' --host {host} --port {port}"
-    processes = start(f"{ROOT}/{script} --context-length 128", [url], str(tiny_model))
+    command = f"{shlex.quote(str(SCRIPT))} '{{model}}' --host {{host}} --port {{port}}"
+    processes = start(f"{command} --context-length 128", [url], str(tiny_model))
 
     def healthy() -> bool:
         assert not processes.dead(), processes.dead()[url]
