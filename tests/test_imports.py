@@ -31,7 +31,7 @@ LAYERS = {
     "models and placement": {"models", "sharding", "optim"},
     "pure steps": {"packing", "steps", "update", "critic"},
     "outside world": set(),
-    "trainer": {"setup", "evaluation", "iteration", "trainer", "commands"},
+    "trainer": {"setup", "evaluation", "iteration", "trainer", "commands", "compare"},
 }
 ORDER = list(LAYERS)
 MATHS = sorted(LAYERS["maths"])

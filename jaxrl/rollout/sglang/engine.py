@@ -71,7 +71,6 @@ class SGLangEngine:
         self._run = secrets.token_hex(4)
         self._calls = itertools.count()
         self._closed = False
-        self._score = jax.jit(lambda params, ids: _prompt_logprobs(model, params, ids))
         self._probe_ids = tuple(probe_ids)
         self._weights_dir = _weights_dir(rollout, Path(run_dir))
         self._processes = None
@@ -93,7 +92,7 @@ class SGLangEngine:
     @property
     def compilations(self) -> int:
         """The scorer of the probe prompt; sampling compiles nothing here."""
-        return self._score._cache_size()  # type: ignore[attr-defined]
+        return _prompt_logprobs._cache_size()  # type: ignore[attr-defined]
 
     def figures(self) -> dict[str, float]:
         """Counts since the start, and the last publish's difference from the trainer."""
@@ -128,7 +127,7 @@ class SGLangEngine:
             RolloutError: parameters do not fit the model, or no server confirms the weights.
         """
         ids = jnp.asarray(self._probe_ids, jnp.int32)
-        own = np.asarray(jax.device_get(self._score(policy_params, ids)))
+        own = np.asarray(jax.device_get(_prompt_logprobs(self._model, policy_params, ids)))
         probe = Probe(self._probe_ids, own, self._rollout.probe_tolerance)
         snapshot = self._snapshot(policy_params, version)
         self._loop.run(self._publisher.publish(self._pool, snapshot, probe))
@@ -271,6 +270,7 @@ def _weights_dir(rollout: RolloutConfig, run_dir: Path) -> Path:
     return run_dir.absolute() / "weights"
 
 
+@partial(jax.jit, static_argnums=0)
 def _prompt_logprobs(model: Model, params: Any, ids: jax.Array) -> jax.Array:
     """Of each token but the first, given those before it, at temperature 1: [len(ids) - 1]."""
     row, ones = ids[None], jnp.ones((1, len(ids)), jnp.int32)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.rollout.sglang.models import make_model
+from jaxrl.checkpoint.hf import load_params
+from tests.rollout.sglang.models import CONFIG, make_model, make_params
 from tests.rollout.sglang.servers import RunningServer, start_server
 
 
@@ -25,6 +27,18 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield running.wait_healthy()
     finally:
         running.stop()
+
+
+@pytest.fixture(scope="session")
+def params(tiny_model: Path) -> Any:
+    """The weights that servers are started with."""
+    return load_params(tiny_model, CONFIG)
+
+
+@pytest.fixture(scope="session")
+def other_params() -> Any:
+    """Weights that no server was started with."""
+    return make_params(seed=1)
 
 
 @pytest.fixture

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,83 +15,24 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.checkpoint.hf import load_params
-from jaxrl.config import RolloutConfig
 from jaxrl.errors import RolloutError
-from jaxrl.models import Model
 from jaxrl.rollout import TrainsideEngine
 from jaxrl.rollout.sglang.engine import SGLangEngine
 from jaxrl.types import Prompt, Sampling, Trajectory
-from tests.rollout.sglang.models import CONFIG, EOS, make_params
+from tests.rollout.sglang.asking import (
+    GREEDY,
+    LONG,
+    MODEL,
+    PROMPTS,
+    each_once,
+    engine_of,
+    honest,
+    later,
+    rollout,
+    scored,
+)
+from tests.rollout.sglang.models import EOS
 from tests.rollout.sglang.servers import RunningServer, free_port, start_server
-
-MODEL = Model(CONFIG)
-PROMPTS = [
-    Prompt(row=i, ids=tuple((7 * i + 3 * j) % 500 + 3 for j in range(2 + i)), text="", columns={})
-    for i in range(8)
-]
-GREEDY = Sampling(max_new_tokens=12, temperature=0.0, stop_token_ids=(EOS,))
-LONG = Sampling(max_new_tokens=300, temperature=0.7, stop_token_ids=(EOS,))
-
-
-def rollout(*urls: str, **settings: Any) -> RolloutConfig:
-    quick = {"health_timeout_s": 8.0, "gone_timeout_s": 240.0, "request_timeout_s": 120.0}
-    return RolloutConfig(engine="sglang", urls=list(urls), **(quick | settings))
-
-
-def engine_of(settings: RolloutConfig, model: Path, run_dir: Path) -> SGLangEngine:
-    return SGLangEngine(
-        MODEL,
-        settings,
-        source=str(model),
-        run_dir=run_dir,
-        probe_ids=(5, 6, 7, 8, 9),
-        max_tokens=400,
-    )
-
-
-def each_once(got: Sequence[Trajectory], samples: int) -> None:
-    wanted = [(prompt.row, sample) for prompt in PROMPTS for sample in range(samples)]
-    assert [(t.prompt.row, t.sample) for t in got] == wanted
-
-
-def scored(params: Any, trajectory: Trajectory, temperature: float = 1.0) -> np.ndarray:
-    """jaxrl's own log-probabilities of the response, by a plain forward of this trajectory."""
-    ids = np.asarray(trajectory.ids)[None]
-    ones = np.ones_like(ids)
-    hidden = MODEL.hidden(params, ids, np.arange(ids.shape[1])[None], ones, 0 * ones)
-    logits = np.asarray(hidden[0] @ MODEL.head(params), np.float64) / temperature
-    logits -= logits.max(-1, keepdims=True)
-    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
-    first = len(trajectory.prompt.ids)
-    return logits[np.arange(first - 1, ids.shape[1] - 1), ids[0, first:]]
-
-
-def honest(params: Any, got: Sequence[Trajectory], temperature: float = 1.0) -> None:
-    for trajectory in got:
-        own = scored(params, trajectory, temperature)
-        np.testing.assert_allclose(trajectory.logprobs, own, atol=1e-4)
-
-
-def later(seconds: float, do: Callable[[], None]) -> threading.Thread:
-    def wait() -> None:
-        time.sleep(seconds)
-        do()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
-
-
-@pytest.fixture(scope="module")
-def params(tiny_model: Path) -> Any:
-    return load_params(tiny_model, CONFIG)
-
-
-@pytest.fixture(scope="module")
-def other_params() -> Any:
-    """Weights that no server was started with."""
-    return make_params(seed=1)
 
 
 @pytest.fixture
@@ -297,9 +240,6 @@ def test_launched_servers_are_revived_and_end_with_the_engine(
         keeper = child._keeper
         assert keeper is not None
         listed = Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text()
-        import os
-        import signal
-
         later(0.3, lambda: os.killpg(int(listed.split()[0]), signal.SIGKILL))
         got = engine.generate(PROMPTS, samples=3, sampling=LONG, seed=0)
     each_once(got, 3)
