@@ -67,7 +67,7 @@ def export_hf(
         ConversionError: Listing parameters that are missing, unexpected or of the wrong shape; or
             because `source` is another model, or `out` is something else than a model folder.
     """
-    tensors = _tensor_sources(params, weight_table(config))
+    tensors = hf_tensors(params, config)
     hf_config = _hf_config(config, source, dtype)
     with whole_folder(out) as folder:
         write_json(folder / "config.json", hf_config)
@@ -79,6 +79,30 @@ def export_hf(
             write_json(folder / "generation_config.json", found)
         write_weights(folder, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes)
     return Path(out)
+
+
+def hf_tensors(params: Mapping[str, Any], config: ModelConfig) -> list[TensorSource]:
+    """All tensors of a policy in Hugging Face's names and layout, sorted by name.
+
+    Args:
+        params: The decoder's parameters; see `export_hf`.
+        config: What they are.
+
+    Returns:
+        A source for each tensor of the weights table; nothing is fetched until it is asked for.
+
+    Raises:
+        ConversionError: Listing parameters that are missing, unexpected or of the wrong shape.
+    """
+    table = weight_table(config)
+    leaves = {path: leaf for path, leaf in _leaves(params) if path[0] not in _TRAIN_ONLY}
+    _check_fit(leaves, table)
+    tensors = []
+    for weight in table:
+        for layer, name in enumerate(weight.hf_names()):
+            make = partial(_hf_tensor, weight, leaves[weight.path], layer)
+            tensors.append(TensorSource(name, weight.hf_shape, make))
+    return sorted(tensors, key=lambda tensor: tensor.name)
 
 
 def _hf_config(config: ModelConfig, source: str | Path | None, dtype: str) -> dict[str, Any]:
@@ -106,9 +130,8 @@ def _copy_files(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / name)
 
 
-def _tensor_sources(params: Mapping[str, Any], table: tuple[Weight, ...]) -> list[TensorSource]:
-    """All tensors in Hugging Face's names, or one error with everything that does not fit."""
-    leaves = {path: leaf for path, leaf in _leaves(params) if path[0] not in _TRAIN_ONLY}
+def _check_fit(leaves: Mapping[tuple[str, ...], Any], table: tuple[Weight, ...]) -> None:
+    """One error with everything that does not fit."""
     by_path = {weight.path: weight for weight in table}
     faults = [f"missing: {'.'.join(path)}" for path in by_path if path not in leaves]
     for path, leaf in leaves.items():
@@ -121,12 +144,6 @@ def _tensor_sources(params: Mapping[str, Any], table: tuple[Weight, ...]) -> lis
     if faults:
         listed = "\n  ".join(faults)
         raise ConversionError(f"the parameters do not fit the config:\n  {listed}")
-    tensors = []
-    for weight in table:
-        for layer, name in enumerate(weight.hf_names()):
-            make = partial(_hf_tensor, weight, leaves[weight.path], layer)
-            tensors.append(TensorSource(name, weight.hf_shape, make))
-    return sorted(tensors, key=lambda tensor: tensor.name)
 
 
 def _hf_tensor(weight: Weight, leaf: Any, layer: int) -> np.ndarray:

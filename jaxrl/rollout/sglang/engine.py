@@ -22,6 +22,7 @@ from jaxrl.errors import RolloutError
 from jaxrl.logprobs import token_logprobs
 from jaxrl.models import Model
 from jaxrl.rollout.engine import OnDone, check_request, request_keys
+from jaxrl.rollout.sglang.answers import answer
 from jaxrl.rollout.sglang.client import ServerClient, ServerError
 from jaxrl.rollout.sglang.gather import all_of, failures
 from jaxrl.rollout.sglang.launch import ServerProcesses
@@ -165,7 +166,7 @@ class SGLangEngine:
                 health_s=rollout.health_timeout_s,
                 gone_s=rollout.gone_timeout_s,
             ),
-            current=lambda client: self._publisher.make_current(client, self._pool),
+            current=self._publisher.make_current,
             revive=self._revive,
         )
 
@@ -215,20 +216,20 @@ class SGLangEngine:
 
         async def complete(group: Sequence[Request]) -> list[Trajectory | ServerError]:
             answers = await all_of(
-                pool.answer(r, partial(self._read, request=r, vocab=vocab)) for r in group
+                answer(pool, r, partial(self._read, request=r, vocab=vocab)) for r in group
             )
             if on_done:
-                on_done([answer for answer in answers if isinstance(answer, Trajectory)])
+                on_done([got for got in answers if isinstance(got, Trajectory)])
             return answers
 
         groups = [requests[i : i + samples] for i in range(0, len(requests), samples)]
-        answers = [answer for group in await all_of(map(complete, groups)) for answer in group]
-        left_out = [answer for answer in answers if not isinstance(answer, Trajectory)]
+        answers = [got for group in await all_of(map(complete, groups)) for got in group]
+        left_out = [got for got in answers if not isinstance(got, Trajectory)]
         if answers and len(left_out) == len(answers):
             raise RolloutError(f"none of {len(answers)} completions came back: {left_out[0]}")
         for error in left_out:
             log.warning("a completion is left out: %s", error)
-        return [answer for answer in answers if isinstance(answer, Trajectory)]
+        return [got for got in answers if isinstance(got, Trajectory)]
 
     def _read(self, reply: Any, request: Request, vocab: int) -> Trajectory:
         return read_reply(reply, request, self._publisher.versions, vocab_size=vocab)

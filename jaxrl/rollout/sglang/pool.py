@@ -1,27 +1,21 @@
-"""The servers of a run: who is usable, who gets the next request, what happens when one fails.
+"""The servers of a run: who is usable, and how those that are not come back.
 
 A server is *up* when it is healthy and was seen to run the published weights. Requests go to the up
-server with the fewest in flight. A failure makes its server be looked at: if that is down, the
-failure does not count against the request, which goes elsewhere; the others of that server are
-taken back at once. A watch lets a server back in when it is healthy and has the weights again.
+server with the fewest in flight. A watch looks at servers that are silent and leaves out those that
+are not in order; it lets one back in when it is healthy and has the weights again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from jaxrl.errors import RolloutError
-from jaxrl.rollout.sglang.client import Busy, Refused, ServerClient, ServerError, Unreachable
-from jaxrl.rollout.sglang.replies import BadReply, Request
+from jaxrl.rollout.sglang.client import Busy, Refused, ServerClient, ServerError
 from jaxrl.rollout.sglang.seat import Limits, Seat
-from jaxrl.types import Trajectory
 
 __all__ = ["Pool"]
-
-_LONGEST_PAUSE_S = 8.0
 
 
 class Pool:
@@ -55,6 +49,9 @@ class Pool:
         self._current = current
         self._revive = revive
         self._changed = asyncio.Condition()
+        self._steady = asyncio.Event()
+        self._steady.set()
+        self._pauses = 0
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -99,25 +96,61 @@ class Pool:
         return await asyncio.shield(seat.looking)
 
     async def _examine(self, seat: Seat) -> bool:
-        was_up = seat.up
+        while True:
+            # A server that is paused for a publish answers no health check.
+            await self._steady.wait()
+            pauses = self._pauses
+            error = await self._fault(seat)
+            if error is None:
+                await self.admit(seat)
+                return True
+            if pauses == self._pauses:
+                seat.down(str(error))
+                return False
+
+    async def _fault(self, seat: Seat) -> RolloutError | None:
+        """What keeps a server from being asked, if anything; what can be put right is."""
         try:
-            await self._healthy(seat)
-            if seat is not self.router:
-                if not was_up:
-                    # What it had of ours before it was left out has gone to others since.
-                    await seat.client.post("/abort_request", {"abort_all": True})
+            if seat is self.router:
+                await self._healthy(seat)
+            elif seat.up:
+                await self._healthy(seat)
+                await self._current(seat.client)
+            else:
+                await self._wake(seat)
+                await self._healthy(seat)
+                # What it had of ours before it was left out has gone to others since.
+                await seat.client.post("/abort_request", {"abort_all": True})
                 await self._current(seat.client)
         except RolloutError as error:
-            seat.down(str(error))
-            return False
-        await self.admit(seat)
-        return True
+            return error
+        return None
+
+    async def _wake(self, seat: Seat) -> None:
+        """End a pause that somebody began and could not end, a trainer that was killed say."""
+        with contextlib.suppress(Refused):  # older servers have no pause
+            await seat.client.post("/continue_generation", {}, timeout_s=self.limits.health_s)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While servers are paused, none is looked at."""
+        self._pauses += 1
+        self._steady.clear()
+        try:
+            yield
+        finally:
+            self._steady.set()
 
     async def admit(self, seat: Seat) -> None:
         """Let a server in."""
         seat.up, seat.heard = True, asyncio.get_running_loop().time()
         async with self._changed:
             self._changed.notify_all()
+
+    async def freed(self) -> None:
+        """A request has ended: one that waits may take its place."""
+        async with self._changed:
+            self._changed.notify()
 
     async def recheck(self) -> None:
         """See that the servers that are up still run the weights; quick, where nothing happened.
@@ -137,76 +170,12 @@ class Pool:
         """Look at all of them at once."""
         await asyncio.gather(*(self.examine(seat) for seat in self.seats))
 
-    async def answer(
-        self, request: Request, read: Callable[[Any], Trajectory]
-    ) -> Trajectory | ServerError:
-        """Get one completion, from whichever server; `read` makes a trajectory of the reply.
-
-        Returns:
-            The completion, or why there is none: the request is refused for good, or each attempt
-            brought an answer that cannot be used.
+    async def free_seat(self) -> Seat:
+        """A server that may be asked now; it is to be asked without anything awaited between.
 
         Raises:
-            RolloutError: no server is up for `Limits.gone_s`, or servers in order fail again and
-                again.
+            RolloutError: none is up for `Limits.gone_s`.
         """
-        attempts = 0
-        while True:
-            seat = await self._free_seat()
-            try:
-                return read(await self._call(seat, request))
-            except Refused as error:
-                if "duplicate request" not in str(error).lower():
-                    return error
-                failure: ServerError = error
-            except (Busy, Unreachable, BadReply) as error:
-                failure = error
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise
-                self.retries += 1  # its server was left out
-                continue
-            self.retries += 1
-            if not await self._in_order(seat):
-                continue
-            attempts += 1
-            if attempts >= self.limits.attempts:
-                if isinstance(failure, BadReply):
-                    return failure
-                raise RolloutError(
-                    f"prompt row {request.prompt.row}, sample {request.sample}: no answer after "
-                    f"{attempts} attempts; the last: {failure}"
-                )
-            await asyncio.sleep(min(0.25 * 2.0 ** (attempts - 1), _LONGEST_PAUSE_S))
-            with contextlib.suppress(ServerError):  # the server may still be at it
-                if seat is not self.router:
-                    await seat.client.post("/abort_request", {"rid": request.rid}, timeout_s=5.0)
-
-    async def _call(self, seat: Seat, request: Request) -> Any:
-        task = asyncio.ensure_future(
-            seat.client.post("/generate", request.body(), timeout_s=self.limits.request_s)
-        )
-        seat.calls.add(task)
-        try:
-            reply = await task
-            seat.heard = asyncio.get_running_loop().time()
-            return reply
-        finally:
-            seat.calls.discard(task)
-            task.cancel()
-            async with self._changed:
-                self._changed.notify()
-
-    async def _in_order(self, seat: Seat) -> bool:
-        """Whether everything a request to `seat` depends on is up."""
-        if seat is not self.router:
-            return await self.examine(seat)
-        before = [server.up for server in self.servers]
-        await self.examine_all()
-        return all(before) and all(server.up for server in self.seats)
-
-    async def _free_seat(self) -> Seat:
         loop = asyncio.get_running_loop()
         gone_at: float | None = None
         while True:
@@ -251,6 +220,8 @@ class Pool:
 
     async def _started(self, seat: Seat) -> bool:
         try:
+            if seat is not self.router:
+                await self._wake(seat)
             await self._healthy(seat)
         except ServerError as error:
             seat.reason = str(error)

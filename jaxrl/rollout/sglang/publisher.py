@@ -44,7 +44,8 @@ class Publisher:
             self.versions[snapshot.tag] = snapshot.version
             # The first time all are asked; later those that are out are brought back by the watch.
             targets = [seat for seat in pool.servers if seat.up or before is None]
-            failed = await self._send([seat.client for seat in targets], pool)
+            with pool.paused():
+                failed = await self._send([seat.client for seat in targets])
             for seat in targets:
                 if error := failed.get(seat.client.url):
                     seat.down(str(error))
@@ -61,7 +62,7 @@ class Publisher:
             )
         await pool.wait_until_up()
 
-    async def make_current(self, client: ServerClient, pool: Pool) -> None:
+    async def make_current(self, client: ServerClient) -> None:
         """See that a healthy server runs the weights sent last; send them again if it does not.
 
         Raises:
@@ -73,7 +74,7 @@ class Publisher:
             info = await client.get("/model_info")
             if isinstance(info, dict) and info.get("weight_version") == self._sent[0].tag:
                 return
-            for error in (await self._send([client], pool)).values():
+            for error in (await self._send([client])).values():
                 raise RolloutError(str(error)) from error
 
     async def rest(self, pool: Pool) -> None:
@@ -86,7 +87,7 @@ class Publisher:
         if self._sent:
             self._sent[0].discard()
 
-    async def _send(self, clients: Sequence[ServerClient], pool: Pool) -> dict[str, Exception]:
+    async def _send(self, clients: Sequence[ServerClient]) -> dict[str, Exception]:
         """Send the last snapshot; url -> why, for the servers that do not run it now."""
         assert self._sent is not None
         snapshot, probe = self._sent

@@ -40,6 +40,11 @@ class Request:
     version: int
     """Weight version at the time of asking."""
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"prompt row {self.prompt.row}, sample {self.sample}"
+
     def body(self) -> dict[str, Any]:
         """The JSON body of POST /generate."""
         sampling = self.sampling
@@ -87,7 +92,6 @@ def read_reply(
     Raises:
         BadReply: naming the field, what it holds and what was expected.
     """
-    where = f"prompt row {request.prompt.row}, sample {request.sample}"
     try:
         meta = _field(reply, "meta_info", dict)
         ids = _field(reply, "output_ids", list)
@@ -99,7 +103,7 @@ def read_reply(
         reason = _finish_reason(_field(meta, "finish_reason", dict), ids, request.sampling)
         by_token = _versions(meta, len(ids), versions, request.version)
     except BadReply as error:
-        raise BadReply(f"{where}: {error}") from None
+        raise BadReply(f"{request.name}: {error}") from None
     return Trajectory(
         prompt=request.prompt,
         sample=request.sample,

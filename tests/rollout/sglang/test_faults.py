@@ -156,7 +156,8 @@ def test_rc05_what_is_refused_for_good_is_asked_once_and_left_out(
     each_once(got, 2)
     bodies = proxy.bodies("/generate")[before:]
     assert sum(len(body["input_ids"]) == 511 for body in bodies) == 2
-    assert "left out" in caplog.text and "longer than" in caplog.text
+    assert "left out: prompt row 50, sample 1: " in caplog.text
+    assert "maximum context length" in caplog.text
     with pytest.raises(RolloutError, match="none of 2 completions came back"):
         engine.generate([long], samples=2, sampling=GREEDY, seed=0)
 
