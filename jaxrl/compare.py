@@ -2,8 +2,9 @@
 
 Sampling is greedy (top_k = 1, log-probabilities at temperature 1), so that both engines should say
 the same tokens; where they do not, each is judged on its own: the trainer scores the tokens of each
-engine. Rewards alternate within each prompt's samples, so that every round makes a real update
-whatever the model says, and every round begins with publishing what the one before made.
+engine. Rewards alternate between prompts and from round to round, so that each round makes a real
+update whatever the model says (a prompt's samples are alike, so that rewards between them would
+cancel out), and each round begins with publishing what the one before made.
 """
 
 from __future__ import annotations
@@ -116,11 +117,9 @@ def _one_update(
     advantage: Any,
     number: int,
 ) -> tuple[TrainState, dict[str, Any]]:
-    samples = run.config.rollout.samples
-    scores = np.array([1.0 if (t.sample + number) % 2 else -1.0 for t in trajectories], np.float32)
-    if samples == 1:
-        scores = np.array([(-1.0) ** (i + number) for i in range(len(trajectories))], np.float32)
-    groups = np.arange(len(trajectories), dtype=np.int32) // samples
+    prompt = np.arange(len(trajectories), dtype=np.int32) // run.config.rollout.samples
+    scores = np.where((prompt + number) % 2, 1.0, -1.0).astype(np.float32)
+    groups = prompt // 2  # grpo: two prompts are compared with each other
     layout = plan_for(run.config, trajectories, row_multiple(run.mesh))
     packed = jax.device_put(pack(trajectories, layout), batch_sharding(run.mesh))
     anchors = run.steps.score(state.policy_params, state.value_params, reference, packed)

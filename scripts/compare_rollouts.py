@@ -1,6 +1,6 @@
 """Rollouts by SGLang and by the trainer's own sampler from the same weights: what differs?
 
-    python scripts/compare_rollouts.py CONFIG rollout.engine=sglang rollout.urls='[http://...]'
+    python scripts/compare_rollouts.py configs/tiny.yaml configs/with_sglang_cpu.yaml
 
 Three rounds of greedy rollouts, an update and a publish each; prints the table and writes it to
 run_dir/compare_rollouts.{md,json}. Fails where a difference goes beyond its limit.
@@ -27,8 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", help="YAML file, as for scripts/train.py")
-    parser.add_argument("overrides", nargs="*", help="key.sub=value")
+    parser.add_argument("arguments", nargs="+", metavar="FILE.yaml | key.sub=value")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument(
         "--max-loss-diff", type=float, default=1.5e-3, help="(default: %(default)s)"
@@ -38,7 +37,7 @@ def main() -> int:
     )
     args = parser.parse_intermixed_args()
     try:
-        rows = run(args.config, args.overrides, args.rounds)
+        rows = run(args.arguments, args.rounds)
     except JaxrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -48,9 +47,11 @@ def main() -> int:
     return 1 if problems else 0
 
 
-def run(file: str, overrides: list[str], rounds: int) -> list[Row]:
+def run(arguments: list[str], rounds: int) -> list[Row]:
     """Compare, print, and write the table."""
-    config = config_for_comparison(load_config([file], overrides))
+    files = [argument for argument in arguments if "=" not in argument]
+    overrides = [argument for argument in arguments if "=" in argument]
+    config = config_for_comparison(load_config(files, overrides))
     with closing(build(config)) as ready:
         state = fresh_state(config, ready.model, ready.mesh, ready.optimizers)
         reference = None
