@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +20,7 @@ import pytest
 
 from jaxrl.checkpoint.state import CheckpointStore
 from jaxrl.config import Config
-from jaxrl.config_io import load_config
+from jaxrl.config_io import load_config, save_config
 from jaxrl.errors import RolloutError
 from jaxrl.metrics import WALL_CLOCK, read_metrics
 from jaxrl.rollouts import Rollouts
@@ -283,3 +287,31 @@ def test_colocated_servers_rest_while_the_trainer_works(
     # Rollouts of two iterations, each followed by a rest; probes are calls of generate as well.
     assert calls == ["update", "generate", *once, *once]
     assert not any((tmp_path / "shm").iterdir())
+
+
+def test_both_engines_give_the_same_update(server: RunningServer, tiny_model: Path, tmp_path: Path):
+    """The command of the README on the tiny Qwen3: three rounds of update and publish."""
+    config = configure(tiny_model, server.url, tmp_path / "run", "rollout.prompts=6")
+    save_config(config, tmp_path / "compare.yaml")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/compare_rollouts.py"), str(tmp_path / "compare.yaml")],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "run/compare_rollouts.json").read_text())
+    assert [(row["round"], row["engine"]) for row in rows] == [
+        (number, engine) for number in (1, 2, 3) for engine in ("sglang", "trainside")
+    ]
+    for row in rows:
+        assert row["same_tokens"] == 1.0 and row["logprob_diff_mean"] < 1e-4
+        assert row["grad_norm"] > 0.1
+    for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert ours["ratio_mean"] == 1.0
+        assert abs(theirs["loss"] - ours["loss"]) < 1e-4
+        assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-3)
+    assert len({row["loss"] for row in rows[1::2]}) == 3  # the weights moved
+    assert (tmp_path / "run/compare_rollouts.md").read_text().strip() in done.stdout
