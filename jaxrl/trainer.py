@@ -9,7 +9,7 @@ import jax
 from jaxrl.checkpoint.state import CheckpointStore
 from jaxrl.config import Config
 from jaxrl.config_io import config_to_dict
-from jaxrl.errors import CheckpointError, RewardError, RolloutError, TrainingError
+from jaxrl.errors import CheckpointError, JaxrlError, RewardError, RolloutError, TrainingError
 from jaxrl.evaluation import evaluate, sample_rows
 from jaxrl.flops import iteration_flops
 from jaxrl.iteration import iterate
@@ -83,10 +83,11 @@ def train(run: Run, store: CheckpointStore, state: TrainState) -> TrainState:
                 stop.check()
                 state, metrics, batch, scores = iterate(run, state, reference, progress, stop)
                 host, done = _host_state(config, batch.cursor), int(state.iteration)
-                with progress.phase("publish"):
-                    run.engine.publish(state.policy_params, done)
-                if is_due(config.eval.every, done, config.iterations):
-                    metrics |= _evaluate(run, log, progress, done)
+                try:
+                    metrics |= _hand_over(run, state, log, progress)
+                except JaxrlError:
+                    log.write(done, metrics)  # the iteration is finished, and will be saved
+                    raise
                 if is_due(config.checkpoint.every, done, config.iterations):
                     with progress.phase("checkpoint"):
                         store.save(done, state, host)
@@ -106,6 +107,18 @@ def train(run: Run, store: CheckpointStore, state: TrainState) -> TrainState:
             log.close()
             store.wait()
     return state
+
+
+def _hand_over(
+    run: Run, state: TrainState, log: MetricsLog, progress: Progress
+) -> dict[str, float]:
+    """Publish the weights of a finished iteration, and evaluate them if that is due."""
+    done = int(state.iteration)
+    with progress.phase("publish"):
+        run.engine.publish(state.policy_params, done)
+    if is_due(run.config.eval.every, done, run.config.iterations):
+        return _evaluate(run, log, progress, done)
+    return {}
 
 
 def _save_last(store: CheckpointStore, state: TrainState, host: dict[str, Any]) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from jaxrl.config import Config
@@ -214,16 +212,3 @@ def split(overrides: str) -> list[str]:
         else:
             parts[-1] += " " + word
     return parts
-
-
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
-def test_every_shipped_config_can_start(path: Path) -> None:
-    """Those that are put behind another, behind the tiny one."""
-    before = [ROOT / "configs/tiny.yaml"] if path.name.startswith("with_") else []
-    config = load_config([*before, path])
-    check_config(config)
-    text = path.read_text(encoding="utf-8")
-    assert text.startswith("# ") and "# Hardware:" in text and "# Command:" in text

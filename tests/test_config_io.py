@@ -289,8 +289,12 @@ def test_every_described_key_can_be_set() -> None:
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configs_load_and_can_work(file: Path, tmp_path: Path) -> None:
-    config = load_config([file])
+    """Those that are put behind another, behind the tiny one."""
+    before = [file.with_name("tiny.yaml")] if file.name.startswith("with_") else []
+    config = load_config([*before, file])
     check_config(config)
+    head = file.read_text(encoding="utf-8")
+    assert head.startswith("# ") and "# Hardware:" in head and "# Command:" in head
     save_config(config, tmp_path / "again.yaml")
     assert load_config([tmp_path / "again.yaml"]) == config
 

@@ -64,6 +64,22 @@ def honest(params: Any, got: Sequence[Trajectory], temperature: float = 1.0) -> 
         np.testing.assert_allclose(trajectory.logprobs, own, atol=1e-4)
 
 
+def once_busy(engine: SGLangEngine, url: str, do: Callable[[], None]) -> threading.Thread:
+    """`do`, a moment after the server of `url` has been given a request of this engine."""
+    (seat,) = [seat for seat in engine._pool.servers if seat.client.url == url]
+
+    def wait() -> None:
+        deadline = time.monotonic() + 60
+        while not seat.calls and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(0.05)
+        do()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
 def later(seconds: float, do: Callable[[], None]) -> threading.Thread:
     def wait() -> None:
         time.sleep(seconds)

@@ -27,7 +27,7 @@ from tests.rollout.sglang.asking import (
     each_once,
     engine_of,
     honest,
-    later,
+    once_busy,
     rollout,
     scored,
 )
@@ -135,8 +135,7 @@ def test_weights_published_under_way_are_told_apart_by_token(
             target=lambda: got.extend(engine.generate(PROMPTS, samples=4, sampling=LONG, seed=0))
         )
         asked.start()
-        time.sleep(0.4)
-        engine.publish(other_params, 1)
+        once_busy(engine, server.url, lambda: engine.publish(other_params, 1)).join()
         asked.join(120)
     each_once(got, 4)
     mixed = [t for t in got if t.token_versions]
@@ -156,7 +155,7 @@ def test_killed_in_the_middle_the_other_server_takes_over(
     settings = rollout(server.url, second.url, concurrency=8)
     with closing(engine_of(settings, tiny_model, tmp_path)) as engine:
         engine.publish(params, 0)
-        killer = later(0.3, second.kill)
+        killer = once_busy(engine, second.url, second.kill)
         got = engine.generate(PROMPTS, samples=3, sampling=LONG, seed=0)
         killer.join()
         assert engine.figures()["rollout/servers_up"] == 1.0
@@ -181,7 +180,7 @@ def test_ws08_killed_and_restarted_it_gets_the_weights_before_it_is_asked(
 
     with closing(engine_of(rollout(second.url), tiny_model, tmp_path)) as engine:
         engine.publish(other_params, 4)
-        thread = later(0.3, restart)
+        thread = once_busy(engine, second.url, restart)
         got = engine.generate(PROMPTS, samples=3, sampling=LONG, seed=0)
         thread.join()
         restarted[0].stop()
@@ -196,7 +195,7 @@ def test_killed_and_alone_is_one_clear_error(
     settings = rollout(second.url, gone_timeout_s=3.0)
     with closing(engine_of(settings, tiny_model, tmp_path)) as engine:
         engine.publish(params, 0)
-        later(0.3, second.kill)
+        once_busy(engine, second.url, second.kill)
         begin = time.monotonic()
         with pytest.raises(RolloutError, match=f"no usable server .*=3 s.*{second.url}"):
             engine.generate(PROMPTS, samples=3, sampling=LONG, seed=0)
@@ -209,7 +208,7 @@ def test_a_server_that_hangs_is_left_out_and_let_back_in(
     settings = rollout(server.url, second.url, concurrency=8, health_timeout_s=2.0)
     with closing(engine_of(settings, tiny_model, tmp_path)) as engine:
         engine.publish(params, 0)
-        later(0.3, second.freeze)
+        once_busy(engine, second.url, second.freeze)
         got = engine.generate(PROMPTS, samples=3, sampling=LONG, seed=0)
         each_once(got, 3)
         honest(params, got, LONG.temperature)
@@ -240,7 +239,9 @@ def test_launched_servers_are_revived_and_end_with_the_engine(
         keeper = child._keeper
         assert keeper is not None
         listed = Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text()
-        later(0.3, lambda: os.killpg(int(listed.split()[0]), signal.SIGKILL))
+        once_busy(
+            engine, settings.urls[0], lambda: os.killpg(int(listed.split()[0]), signal.SIGKILL)
+        )
         got = engine.generate(PROMPTS, samples=3, sampling=LONG, seed=0)
     each_once(got, 3)
     honest(other_params, got, LONG.temperature)
