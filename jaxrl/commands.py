@@ -19,9 +19,8 @@ from jaxrl.config_checks import check_config
 from jaxrl.config_io import save_config
 from jaxrl.errors import CheckpointError
 from jaxrl.evaluation import evaluate
-from jaxrl.iteration import plan_for
+from jaxrl.iteration import pack_for, plan_for
 from jaxrl.metrics import read_metrics
-from jaxrl.packing import pack
 from jaxrl.provenance import provenance
 from jaxrl.report import write_report
 from jaxrl.rollouts import rollout_seed
@@ -29,7 +28,7 @@ from jaxrl.setup import Run, build
 from jaxrl.sharding import batch_sharding, row_multiple
 from jaxrl.state import reference_params
 from jaxrl.trainer import check_resume, start, train
-from jaxrl.types import TrainState
+from jaxrl.types import Outcomes, TrainState
 
 __all__ = ["dry_run", "evaluate_only", "run"]
 
@@ -130,8 +129,6 @@ def dry_run(config: Config) -> int:
 
 def _rehearse(ready: Run, state: TrainState) -> dict[str, tuple[float, str]]:
     """Seconds and a word on each stage; updates are compiled and not executed."""
-    from jaxrl.evaluation import score_trajectories
-
     config, found = ready.config, {}
     clock = time.perf_counter()
 
@@ -145,10 +142,10 @@ def _rehearse(ready: Run, state: TrainState) -> dict[str, tuple[float, str]]:
         prompts, samples=config.rollout.samples, sampling=ready.sampling, seed=0
     )
     lap("rollout", f"{len(trajectories)} completions, {ready.engine.compilations} programs")
-    scores = score_trajectories(ready, trajectories)
+    scores = ready.score(trajectories)
     lap("reward", f"mean {scores.values.mean():.3f}")
     layout = plan_for(config, trajectories, row_multiple(ready.mesh))
-    packed = jax.device_put(pack(trajectories, layout), batch_sharding(ready.mesh))
+    packed = jax.device_put(pack_for(config, trajectories, layout), batch_sharding(ready.mesh))
     lap("pack", f"{layout.micros} x {layout.rows} x {layout.row_length} tokens")
     reference = state.policy_params if config.needs_reference else None
     anchors = ready.steps.score(state.policy_params, state.value_params, reference, packed)
@@ -156,8 +153,13 @@ def _rehearse(ready: Run, state: TrainState) -> dict[str, tuple[float, str]]:
         "score",
         _memory(ready.steps.score, state.policy_params, state.value_params, reference, packed),
     )
-    groups = np.arange(len(trajectories), dtype=np.int32) // config.rollout.samples
-    batch, _ = ready.steps.advantage(packed, anchors, scores.values, groups, state.kl_coef)
+    outcomes = Outcomes(
+        scores=scores.values,
+        groups=np.arange(len(trajectories), dtype=np.int32) // config.rollout.samples,
+        truncated=np.array([t.truncated for t in trajectories]),
+        positive=scores.valid,
+    )
+    batch, _ = ready.steps.advantage(packed, anchors, outcomes, state.kl_coef)
     lap("advantage", "")
     lap("update", _memory(ready.steps.update, state, jax.tree.map(lambda x: x[0], batch)))
     return found

@@ -17,17 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.advantage_step import make_advantage_step
 from jaxrl.config import Config
 from jaxrl.errors import ConfigError
-from jaxrl.iteration import plan_for
-from jaxrl.packing import pack
+from jaxrl.iteration import pack_for, plan_for
 from jaxrl.rollout.engine import RolloutEngine
 from jaxrl.rollout.trainside import TrainsideEngine
 from jaxrl.rollouts import rollout_seed
 from jaxrl.setup import Run
 from jaxrl.sharding import batch_sharding, row_multiple
-from jaxrl.steps import make_advantage_step
-from jaxrl.types import TrainState, Trajectory
+from jaxrl.types import Outcomes, TrainState, Trajectory
 
 __all__ = ["Row", "compare", "config_for_comparison", "faults", "table"]
 
@@ -121,9 +120,15 @@ def _one_update(
     scores = np.where((prompt + number) % 2, 1.0, -1.0).astype(np.float32)
     groups = prompt // 2  # grpo: two prompts are compared with each other
     layout = plan_for(run.config, trajectories, row_multiple(run.mesh))
-    packed = jax.device_put(pack(trajectories, layout), batch_sharding(run.mesh))
+    packed = jax.device_put(pack_for(run.config, trajectories, layout), batch_sharding(run.mesh))
     anchors = run.steps.score(state.policy_params, state.value_params, reference, packed)
-    batch, drift = advantage(packed, anchors, scores, groups, state.kl_coef)
+    outcomes = Outcomes(
+        scores=scores,
+        groups=groups,
+        truncated=np.array([t.truncated for t in trajectories]),
+        positive=scores > 0,
+    )
+    batch, drift = advantage(packed, anchors, outcomes, state.kl_coef)
     state, metrics = run.steps.update(state, jax.tree.map(lambda x: x[0], batch))
     return state, {
         "loss": float(metrics["loss"]),

@@ -206,9 +206,9 @@ def _walk(section: Any, prefix: str, docs: dict[tuple[str, str], str]) -> Iterat
 def _docs() -> dict[tuple[str, str], str]:
     """(class, field) -> the string written below the field in `config`."""
     found = {}
-    for cls in ast.parse(inspect.getsource(_config)).body:
-        if not isinstance(cls, ast.ClassDef):
-            continue
+    for name in _config.__all__:
+        (cls,) = ast.parse(inspect.getsource(getattr(_config, name))).body
+        assert isinstance(cls, ast.ClassDef)
         for field, text in zip(cls.body, cls.body[1:], strict=False):
             if (
                 isinstance(field, ast.AnnAssign)
@@ -216,7 +216,7 @@ def _docs() -> dict[tuple[str, str], str]:
                 and isinstance(text, ast.Expr)
                 and isinstance(text.value, ast.Constant)
             ):
-                found[cls.name, field.target.id] = " ".join(str(text.value.value).split())
+                found[name, field.target.id] = " ".join(str(text.value.value).split())
     return found
 
 

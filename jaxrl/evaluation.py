@@ -7,21 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.scoring import Scores
 from jaxrl.setup import Run
 from jaxrl.types import Trajectory
 
-__all__ = ["evaluate", "sample_rows", "score_trajectories"]
-
-
-def score_trajectories(run: Run, trajectories: Sequence[Trajectory]) -> Scores:
-    """Scores of the completions as text; ids are decoded once, for the reward functions only."""
-    completions = [
-        run.tokenizer.decode(t.response_ids, skip_special_tokens=True) for t in trajectories
-    ]
-    return run.scorer.score(
-        [t.prompt for t in trajectories], completions, [t.response_ids for t in trajectories]
-    )
+__all__ = ["evaluate", "sample_rows"]
 
 
 def evaluate(run: Run, *, seed: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -33,7 +22,7 @@ def evaluate(run: Run, *, seed: int) -> tuple[dict[str, float], list[dict[str, A
     trajectories = run.engine.generate(
         run.eval_prompts, samples=1, sampling=run.eval_sampling, seed=seed
     )
-    scores = score_trajectories(run, trajectories)
+    scores = run.score(trajectories)
     lengths = [len(t.response_ids) for t in trajectories]
     metrics = {
         "eval/score": float(np.mean(scores.values[scores.valid])) if scores.valid.any() else np.nan,

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config import Config
-from jaxrl.evaluation import score_trajectories
-from jaxrl.packing import Plan, pack, plan
+from jaxrl.outcomes import judge, rewarded, too_old
+from jaxrl.packing import Plan, pack, plan, slot_counts
 from jaxrl.progress import Progress
 from jaxrl.rewards import adaptive_kl_coef
 from jaxrl.rollouts import Batch
@@ -20,9 +20,9 @@ from jaxrl.scoring import Scores
 from jaxrl.setup import Run
 from jaxrl.sharding import batch_sharding, row_multiple
 from jaxrl.stopping import StopSignal
-from jaxrl.types import TrainState, Trajectory
+from jaxrl.types import PackedBatch, TrainState, Trajectory
 
-__all__ = ["IterationResult", "iterate", "plan_for"]
+__all__ = ["IterationResult", "iterate", "pack_for", "plan_for"]
 
 
 class IterationResult(NamedTuple):
@@ -46,27 +46,20 @@ def iterate(
     config, iteration = run.config, int(state.iteration)
     with progress.phase("rollout", total=config.trajectories) as count:
         batch = run.rollouts.take(iteration, on_done=lambda finished: count(len(finished)))
-        trajectories = batch.trajectories
+        trajectories, scores = batch.trajectories, batch.scores
         run.engine.rest()
     stop.check()
-    with progress.phase("reward"):
-        scores = score_trajectories(run, trajectories)
-    stop.check()
     with progress.phase("pack"):
-        usable = scores.valid & ~_too_old(config, iteration, trajectories)
-        kept = [t for t, use in zip(trajectories, usable, strict=True) if use]
+        outcomes, usable, moments = judge(config, iteration, batch, state.reward_moments)
+        kept = [t for t, use in zip(rewarded(config, batch), usable, strict=True) if use]
         layout = plan_for(config, kept, row_multiple(run.mesh))
-        packed = jax.device_put(pack(kept, layout), batch_sharding(run.mesh))
-        kept_scores = _padded(scores.values[usable], config.trajectories)
-        kept_groups = _padded(_groups(batch)[usable], config.trajectories)
+        packed = jax.device_put(pack_for(config, kept, layout), batch_sharding(run.mesh))
     with progress.phase("score"):
         anchors = jax.block_until_ready(
             run.steps.score(state.policy_params, state.value_params, reference, packed)
         )
     with progress.phase("advantage"):
-        trained, figures = run.steps.advantage(
-            packed, anchors, kept_scores, kept_groups, state.kl_coef
-        )
+        trained, figures = run.steps.advantage(packed, anchors, outcomes, state.kl_coef)
         figures = jax.device_get(figures)
     stop.check()
     with progress.phase("update"):
@@ -77,22 +70,10 @@ def iterate(
                 state, metrics = run.steps.update(state, part)
                 per_update.append(metrics)
         per_update = jax.device_get(per_update)
-        state = _finish(config, state, figures, len(kept))
+        state = _finish(config, state, figures, len(kept), moments)
     metrics = _metrics(run, state, trajectories, scores, layout, figures, per_update)
-    metrics |= _provenance(config, iteration, trajectories) | run.engine.figures()
+    metrics |= _provenance(config, iteration, trajectories) | batch.figures | run.engine.figures()
     return IterationResult(state, metrics, batch, scores.values)
-
-
-def _too_old(config: Config, iteration: int, trajectories: Sequence[Trajectory]) -> np.ndarray:
-    """Which samples are of weights older than `rollout.max_staleness` versions."""
-    oldest = iteration - config.rollout.max_staleness
-    return np.array([t.weight_version < oldest for t in trajectories], bool)
-
-
-def _groups(batch: Batch) -> np.ndarray:
-    """For each trajectory, the number of its prompt in the batch."""
-    number = {(prompt.row, prompt.epoch): i for i, prompt in enumerate(batch.prompts)}
-    return np.array([number[t.prompt.row, t.prompt.epoch] for t in batch.trajectories], int)
 
 
 def _provenance(
@@ -104,7 +85,7 @@ def _provenance(
     return {
         "rollout/staleness_mean": float(ages.mean()),
         "rollout/staleness_max": float(ages.max()),
-        "rollout/too_old": float(_too_old(config, iteration, trajectories).sum()),
+        "rollout/too_old": float(too_old(config, iteration, trajectories).sum()),
         "rollout/left_out": float(config.trajectories - len(trajectories)),
     }
 
@@ -115,7 +96,7 @@ def plan_for(config: Config, trajectories: Sequence[Trajectory], multiple: int) 
     return plan(
         [len(t.prompt.ids) for t in trajectories],
         [len(t.response_ids) for t in trajectories],
-        [sum(t.mask) for t in trajectories],
+        slot_counts(trajectories, **_slots(config)),
         groups=groups,
         updates=config.algorithm.updates,
         micro_batch_tokens=config.packing.micro_batch_tokens,
@@ -124,16 +105,27 @@ def plan_for(config: Config, trajectories: Sequence[Trajectory], multiple: int) 
     )
 
 
-def _padded(values: np.ndarray, length: int) -> np.ndarray:
-    """`values` with zeros to a fixed length, so that dropped completions compile nothing new."""
-    dtype = np.float32 if values.dtype.kind == "f" else np.int32
-    return np.pad(values.astype(dtype), (0, length - len(values)))
+def pack_for(config: Config, trajectories: Sequence[Trajectory], layout: Plan) -> PackedBatch:
+    """The trajectories in the rows of their layout, on the host."""
+    return pack(trajectories, layout, **_slots(config))
+
+
+def _slots(config: Config) -> dict[str, bool]:
+    """Where values are needed besides the policy's own tokens."""
+    return {
+        "every_token": config.algorithm.gae_over == "response",
+        "end_state": config.algorithm.truncated == "bootstrap",
+    }
 
 
 def _finish(
-    config: Config, state: TrainState, figures: dict[str, Any], responses: int
+    config: Config,
+    state: TrainState,
+    figures: dict[str, Any],
+    responses: int,
+    moments: np.ndarray,
 ) -> TrainState:
-    """Count the iteration, and move the KL coefficient if it is adaptive."""
+    """Count the iteration and its scores, and move the KL coefficient if it is adaptive."""
     kl_coef = state.kl_coef
     if config.algorithm.kl_target is not None and responses:
         kl_coef = adaptive_kl_coef(
@@ -145,7 +137,8 @@ def _finish(
         )
         kl_coef = jax.device_put(jnp.float32(kl_coef), state.kl_coef.sharding)
     iteration = jax.device_put(state.iteration + 1, state.iteration.sharding)
-    return replace(state, iteration=iteration, kl_coef=kl_coef)
+    moments = jax.device_put(jnp.asarray(moments, jnp.float32), state.reward_moments.sharding)
+    return replace(state, iteration=iteration, kl_coef=kl_coef, reward_moments=moments)
 
 
 def _metrics(

@@ -1,4 +1,4 @@
-"""Policy loss, value loss, KL estimators and importance weights, all per token.
+"""Policy loss, value loss and KL estimators, all per token; `importance_weights` is in `ratios`.
 
 Nothing is reduced here and no coefficient is applied: `aggregate` in `reduce.py` does the first,
 the caller the second.
@@ -8,23 +8,12 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float32
 
-from jaxrl.checks import (
-    ArrayInput,
-    choice,
-    floats,
-    mask_of,
-    optional_mask,
-    scalar,
-    segments_of,
-    time_axis,
-)
+from jaxrl.checks import ArrayInput, choice, floats, mask_of, optional_mask, scalar
+from jaxrl.ratios import EXP_LIMIT, difference, exp_ratio, importance_weights
 from jaxrl.reduce import centre, variance
-from jaxrl.segments import segment_totals
 
 __all__ = [
     "PolicyLoss",
@@ -37,10 +26,6 @@ __all__ = [
 ]
 
 KINDS = ("k1", "k2", "k3", "abs")
-LEVELS = ("token", "sequence")
-
-_EXP_LIMIT = 20.0
-"""Largest |argument| of an exp of a log-ratio, in nats; e^20 is 5e8."""
 
 
 class PolicyLoss(NamedTuple):
@@ -119,7 +104,7 @@ def ppo_policy_loss(
     high = 1.0 + scalar("clip_high", clip_high, minimum=0.0)
 
     advantage = jnp.where(mask, advantage, 0.0)
-    ratio = _exp(_difference(new, old, mask))
+    ratio = exp_ratio(difference(new, old, mask))
     plain, bounded = -advantage * ratio, -advantage * jnp.clip(ratio, low, high)
     # Written as a choice between branches, so that ties get the whole gradient of the plain one.
     clipped = bounded > plain
@@ -232,69 +217,14 @@ def kl_estimate(
     new = floats("logprobs", logprobs)
     ref = floats("ref_logprobs", ref_logprobs, new.shape, "logprobs")
     mask = optional_mask(mask, new.shape, "logprobs")
-    d = _difference(new, ref, mask)
+    d = difference(new, ref, mask)
     if kind == "k1":
         return d
     if kind == "k2":
         return 0.5 * jnp.square(d)
     if kind == "abs":
         return jnp.abs(d)
-    return jnp.expm1(jnp.clip(-d, -_EXP_LIMIT, _EXP_LIMIT)) + d
-
-
-def importance_weights(
-    logprobs: ArrayInput,
-    behaviour_logprobs: ArrayInput,
-    mask: ArrayInput,
-    *,
-    level: Literal["token", "sequence"] = "token",
-    cap: ArrayInput | None = None,
-    segment_ids: ArrayInput | None = None,
-) -> Float32[Array, "*shape"]:
-    """Truncated importance weights between what sampled the tokens and what trains on them.
-
-        token     wₜ = min(exp(dₜ), cap),       dₜ = logprobsₜ − behaviour_logprobsₜ
-        sequence  wₜ = min(exp(Σₛ dₛ), cap),    s over the valid tokens of t's row or segment
-
-    The argument of exp, the sum included, is clamped to ±20.
-
-    Args:
-        logprobs: log-probability of each token under the trainer's policy, nats, [..., T].
-        behaviour_logprobs: the same as the sampler reported it, nats, [..., T].
-        mask: bool or integer 0/1, [..., T]; which tokens the policy wrote.
-        level: one of the two above.
-        cap: largest weight, > 0. None: no cap.
-        segment_ids: integers [..., T]; a sequence is a maximal run of equal ids. None: a row.
-            Read by level "sequence" alone.
-
-    Returns:
-        float32 [..., T] without unit. No gradient flows through the weights.
-
-    Masked positions: not read, NaN and inf included; weights there are exactly 0.
-
-    Raises:
-        ValueError: shapes differ, level is unknown, cap ≤ 0.
-        TypeError: mask is neither bool nor integer, segment_ids are not integers.
-
-    Source: Ionides 2008, "Truncated Importance Sampling", equation 3; between a sampler and a
-    trainer: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training".
-
-    >>> new, old = jnp.log(jnp.array([0.5, 0.8])), jnp.log(jnp.array([0.25, 0.2]))
-    >>> print(importance_weights(new, old, jnp.array([True, True]), cap=3.0))
-    [2. 3.]
-    """
-    choice("level", level, LEVELS)
-    new = floats("logprobs", logprobs)
-    time_axis("logprobs", new.shape)
-    behaviour = floats("behaviour_logprobs", behaviour_logprobs, new.shape, "logprobs")
-    mask = mask_of("mask", mask, new.shape, "logprobs")
-    ids = segments_of(segment_ids, new.shape, "logprobs")
-    d = _difference(new, behaviour, mask)
-    weights = _exp(segment_totals(d, ids) if level == "sequence" else d)
-    if cap is not None:
-        weights = jnp.minimum(weights, scalar("cap", cap, above=0.0))
-    return lax.stop_gradient(jnp.where(mask, weights, 0.0))
+    return jnp.expm1(jnp.clip(-d, -EXP_LIMIT, EXP_LIMIT)) + d
 
 
 def explained_variance(
@@ -334,13 +264,3 @@ def explained_variance(
     residual, spread = variance(centre(r - v, mask)[1], mask), variance(centre(r, mask)[1], mask)
     flat = spread <= 1e-12
     return jnp.where(flat, 0.0, 1.0 - residual / jnp.where(flat, 1.0, spread))
-
-
-def _difference(a: jax.Array, b: jax.Array, mask: jax.Array) -> jax.Array:
-    """The difference a − b, selected first: 0 and without gradient at masked positions."""
-    return jnp.where(mask, a, 0.0) - jnp.where(mask, b, 0.0)
-
-
-def _exp(log_ratio: jax.Array) -> jax.Array:
-    """Exp of the clamped log-ratio; derivative 0 beyond the clamp."""
-    return jnp.exp(jnp.clip(log_ratio, -_EXP_LIMIT, _EXP_LIMIT))

@@ -1,258 +1,143 @@
-"""Plan and pack: which trajectory sits in which update, micro-batch, row and offset.
+"""Pack: trajectories written into the rows that `planning.plan` gave them.
 
-The plan is made once an iteration and used for the anchors and for the training forward alike, so
-both see the same rows and shapes. It is host-side, numpy only, and a pure function of the lengths:
-the same rollout batch is laid out the same way after a resume.
-
-The samples of a prompt can share one copy of it: the prompt, then one response after the other,
-each seeing the prompt and itself alone. What is computed for a prompt is then computed once.
-
-Shapes come from few buckets, so that the number of compilations stays bounded: row lengths from the
-config, the policy-token count of a row rounded up to an eighth of the row, micro-batches to a power
-of two (empty ones are at the end and are never computed).
+Row space holds what the decoder sees, policy space what is trained and what is valued (`types`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from jaxrl.errors import ConfigError, DataError
+from jaxrl.errors import DataError
+from jaxrl.planning import Plan, Slot, plan
 from jaxrl.types import PackedBatch, Trajectory
 
-__all__ = ["Plan", "Slot", "pack", "plan"]
-
-_POLICY_BUCKETS_PER_ROW = 8
+__all__ = ["Plan", "Slot", "pack", "plan", "slot_counts"]
 
 
-@dataclass(frozen=True)
-class Slot:
-    """Where one trajectory lies."""
-
-    trajectory: int
-    update: int
-    micro: int
-    row: int
-    prompt_offset: int
-    """Where its prompt starts in the row."""
-    offset: int
-    """Where its response starts: behind the prompt, or behind other responses to that prompt."""
-    segment: int
-    """Number of its unit (a prompt with one or more responses) within the row."""
-    branch: int
-    """Number of its response within the unit."""
-    number: int
-    """Number of the trajectory within the row."""
+def slot_counts(
+    trajectories: Sequence[Trajectory], *, every_token: bool, end_state: bool
+) -> list[int]:
+    """Policy-space slots of each trajectory under the options of `pack`."""
+    tokens = [len(t.response_ids) if every_token else sum(t.mask) for t in trajectories]
+    return [count + end_state for count in tokens]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The layout of a rollout batch."""
-
-    slots: tuple[Slot, ...]
-    updates: int
-    micros: int
-    rows: int
-    row_length: int
-    policy_length: int
-    used_micros: int
-    """Micro-batches that hold anything, over all updates."""
-    used_tokens: int
-
-    @property
-    def efficiency(self) -> float:
-        """Tokens used over tokens computed; empty micro-batches are not computed."""
-        computed = self.used_micros * self.rows * self.row_length
-        return self.used_tokens / computed if computed else 0.0
-
-
-def plan(
-    prompt_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    policy_lengths: Sequence[int],
+def pack(
+    trajectories: Sequence[Trajectory],
+    plan: Plan,
     *,
-    updates: int,
-    micro_batch_tokens: int,
-    row_lengths: Sequence[int],
-    row_multiple: int = 1,
-    groups: Sequence[int] | None = None,
-) -> Plan:
-    """Lay trajectories out in rows.
-
-    Trajectories are split over the updates in order, in parts that differ by at most one, so that
-    the samples of a prompt stay together. Neighbours of one group then share a single copy of
-    their prompt, as far as a row holds them: a unit. Within an update the longest units come
-    first, each into the first row with room (first-fit decreasing), and rows fill micro-batches
-    in order.
-
-    Args:
-        prompt_lengths: Tokens of each trajectory's prompt.
-        response_lengths: Tokens of each response.
-        policy_lengths: Of those, tokens the policy wrote and is trained on.
-        updates: Optimizer steps the batch is split into.
-        micro_batch_tokens: Most tokens a micro-batch computes: rows times row length.
-        row_lengths: Allowed row lengths.
-        row_multiple: Rows of a micro-batch are a multiple of this (the mesh's batch axes).
-        groups: Equal numbers mark trajectories with the same prompt. None: every one keeps its own.
-
-    Raises:
-        ConfigError: When no allowed row holds the longest trajectory, or the budget holds no row.
-    """
-    lengths = [p + r for p, r in zip(prompt_lengths, response_lengths, strict=True)]
-    row_length = _row_length(max(lengths, default=1), row_lengths)
-    rows = micro_batch_tokens // row_length // row_multiple * row_multiple
-    if rows < 1:
-        raise ConfigError(
-            f"packing.micro_batch_tokens={micro_batch_tokens} holds no {row_multiple} row(s) of "
-            f"{row_length} tokens; raise it to at least {row_multiple * row_length}"
-        )
-    slots: list[Slot] = []
-    used_micros, used_tokens, most_micros, fullest = 0, 0, 1, 1
-    for update, part in enumerate(np.array_split(np.arange(len(lengths)), updates)):
-        units = _units(part.tolist(), prompt_lengths, response_lengths, groups, row_length)
-        sizes = [prompt_lengths[unit[0]] + sum(response_lengths[i] for i in unit) for unit in units]
-        bins = _first_fit_decreasing(sizes, row_length)
-        for number, content in enumerate(bins):
-            place = (update, number // rows, number % rows)
-            slots += _row_slots(place, content, units, prompt_lengths, response_lengths)
-            fullest = max(fullest, sum(policy_lengths[i] for u, _ in content for i in units[u]))
-        micros = -(-len(bins) // rows)
-        used_micros, most_micros = used_micros + micros, max(most_micros, micros)
-        used_tokens += sum(sizes)
-    step = max(row_length // _POLICY_BUCKETS_PER_ROW, 1)
-    return Plan(
-        slots=tuple(sorted(slots, key=lambda slot: slot.trajectory)),
-        updates=updates,
-        micros=1 << (most_micros - 1).bit_length(),
-        rows=rows,
-        row_length=row_length,
-        policy_length=min(-(-fullest // step) * step, row_length),
-        used_micros=used_micros,
-        used_tokens=used_tokens,
-    )
-
-
-def _units(
-    part: Sequence[int],
-    prompt_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    groups: Sequence[int] | None,
-    row_length: int,
-) -> list[list[int]]:
-    """Runs of trajectories that share a prompt and fit into one row together."""
-    units: list[list[int]] = []
-    size = 0
-    for i in part:
-        shares = bool(units) and groups is not None and groups[i] == groups[units[-1][0]]
-        if shares and size + response_lengths[i] <= row_length:
-            units[-1].append(i)
-            size += response_lengths[i]
-        else:
-            units.append([i])
-            size = prompt_lengths[i] + response_lengths[i]
-    return units
-
-
-def _row_slots(
-    place: tuple[int, int, int],
-    content: Sequence[tuple[int, int]],
-    units: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-) -> list[Slot]:
-    """Slots of the units in one row; content is (unit, offset)."""
-    slots: list[Slot] = []
-    for segment, (unit, start) in enumerate(content, start=1):
-        offset = start + prompt_lengths[units[unit][0]]
-        for branch, i in enumerate(units[unit], start=1):
-            slots.append(Slot(i, *place, start, offset, segment, branch, len(slots) + 1))
-            offset += response_lengths[i]
-    return slots
-
-
-def _row_length(longest: int, row_lengths: Sequence[int]) -> int:
-    fitting = [length for length in row_lengths if length >= longest]
-    if not fitting:
-        raise ConfigError(
-            f"packing.row_lengths={list(row_lengths)} has no row for a trajectory of {longest} "
-            f"tokens; add a length of at least {longest}"
-        )
-    return min(fitting)
-
-
-def _first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[tuple[int, int]]]:
-    """Bins of (item, offset); ties keep their order, so only the sizes matter."""
-    bins: list[list[tuple[int, int]]] = []
-    filled: list[int] = []
-    for item, size in sorted(enumerate(sizes), key=lambda pair: -pair[1]):
-        home = next((b for b, used in enumerate(filled) if used + size <= capacity), None)
-        if home is None:
-            home = len(bins)
-            bins.append([])
-            filled.append(0)
-        bins[home].append((item, filled[home]))
-        filled[home] += size
-    return bins
-
-
-def pack(trajectories: Sequence[Trajectory], plan: Plan) -> PackedBatch:
+    every_token: bool = False,
+    end_state: bool = False,
+) -> PackedBatch:
     """Write the trajectories into the rows the plan gave them.
 
     The mask of policy tokens comes from lengths and each trajectory's loss mask, never from token
     ids: a stop token that equals the padding token stays a policy token.
 
+    Args:
+        trajectories: As the plan was made for.
+        plan: Its `policy_lengths` are those of `slot_counts` with the same options.
+        every_token: All tokens of a response are steps, not only the policy's own.
+        end_state: Each trajectory gets one more slot, for the state after its last token.
+
     Raises:
         DataError: When a trajectory has an empty prompt (its first token could not be predicted) or
             fields of different lengths.
     """
-    shape = (plan.updates, plan.micros, plan.rows)
-    tokens, positions, segment_ids, branch_ids = (
-        np.zeros((*shape, plan.row_length), np.int32) for _ in range(4)
-    )
-    index, before, segments, targets, owner = (
-        np.zeros((*shape, plan.policy_length), np.int32) for _ in range(5)
-    )
-    valid = np.zeros((*shape, plan.policy_length), bool)
-    logprobs = np.zeros((*shape, plan.policy_length), np.float32)
-    filled = np.zeros(shape, int)
+    batch = _empty_batch(plan)
+    filled = np.zeros((plan.updates, plan.micros, plan.rows), int)
     for slot in plan.slots:
         trajectory = trajectories[slot.trajectory]
         _check_lengths(trajectory)
         row = (slot.update, slot.micro, slot.row)
-        length = len(trajectory.prompt.ids)
-        response = np.asarray(trajectory.response_ids, np.int32)
-        prompt_span = slice(slot.prompt_offset, slot.prompt_offset + length)
-        span = slice(slot.offset, slot.offset + len(response))
-        tokens[row][prompt_span], tokens[row][span] = trajectory.prompt.ids, response
-        positions[row][prompt_span] = np.arange(length)
-        positions[row][span] = length + np.arange(len(response))
-        segment_ids[row][prompt_span] = segment_ids[row][span] = slot.segment
-        branch_ids[row][span] = slot.branch
-        own = np.flatnonzero(trajectory.mask)
-        here = slice(filled[row], filled[row] + len(own))
-        filled[row] += len(own)
-        index[row][here] = slot.offset + own
-        before[row][here] = np.where(own == 0, prompt_span.stop, slot.offset + own) - 1
-        valid[row][here] = True
-        segments[row][here] = slot.number
-        targets[row][here] = response[own]
-        owner[row][here] = slot.trajectory
-        logprobs[row][here] = np.asarray(trajectory.logprobs, np.float32)[own]
+        _write_row(batch, row, slot, trajectory)
+        steps = np.arange(len(trajectory.response_ids))
+        steps = steps if every_token else steps[np.asarray(trajectory.mask, bool)]
+        start = filled[row]
+        _write_steps(batch, row, start, slot, trajectory, steps)
+        filled[row] += len(steps)
+        if end_state:
+            _write_end(batch, row, filled[row], slot, trajectory)
+            filled[row] += 1
+    return batch
+
+
+def _empty_batch(plan: Plan) -> PackedBatch:
+    shape = (plan.updates, plan.micros, plan.rows)
+
+    def zeros(length: int, dtype: type) -> np.ndarray:
+        return np.zeros((*shape, length), dtype)
+
+    row, slots = plan.row_length, plan.policy_length
     return PackedBatch(
-        tokens=tokens,
-        positions=positions,
-        segment_ids=segment_ids,
-        branch_ids=branch_ids,
-        policy_index=index,
-        policy_before=before,
-        policy_valid=valid,
-        policy_segments=segments,
-        policy_targets=targets,
-        trajectory=owner,
-        behaviour_logprobs=logprobs,
+        tokens=zeros(row, np.int32),
+        positions=zeros(row, np.int32),
+        segment_ids=zeros(row, np.int32),
+        branch_ids=zeros(row, np.int32),
+        policy_index=zeros(slots, np.int32),
+        policy_before=zeros(slots, np.int32),
+        policy_valid=zeros(slots, bool),
+        policy_steps=zeros(slots, bool),
+        policy_segments=zeros(slots, np.int32),
+        policy_targets=zeros(slots, np.int32),
+        trajectory=zeros(slots, np.int32),
+        behaviour_logprobs=zeros(slots, np.float32),
+        rewards=zeros(slots, np.float32),
     )
+
+
+def _write_row(
+    batch: PackedBatch, row: tuple[int, int, int], slot: Slot, trajectory: Trajectory
+) -> None:
+    """Row space: what the decoder sees of a trajectory."""
+    length, response = len(trajectory.prompt.ids), len(trajectory.response_ids)
+    prompt_span = slice(slot.prompt_offset, slot.prompt_offset + length)
+    span = slice(slot.offset, slot.offset + response)
+    batch.tokens[row][prompt_span] = trajectory.prompt.ids
+    batch.tokens[row][span] = trajectory.response_ids
+    batch.positions[row][prompt_span] = np.arange(length)
+    batch.positions[row][span] = length + np.arange(response)
+    batch.segment_ids[row][prompt_span] = batch.segment_ids[row][span] = slot.segment
+    batch.branch_ids[row][span] = slot.branch
+
+
+def _write_steps(
+    batch: PackedBatch,
+    row: tuple[int, int, int],
+    start: int,
+    slot: Slot,
+    trajectory: Trajectory,
+    steps: np.ndarray,
+) -> None:
+    """Policy space: the tokens of a response that are steps."""
+    here = slice(start, start + len(steps))
+    own = np.asarray(trajectory.mask, bool)[steps]
+    prompt_end = slot.prompt_offset + len(trajectory.prompt.ids)
+    batch.policy_index[row][here] = slot.offset + steps
+    batch.policy_before[row][here] = np.where(steps == 0, prompt_end, slot.offset + steps) - 1
+    batch.policy_valid[row][here] = own
+    batch.policy_steps[row][here] = True
+    batch.policy_segments[row][here] = slot.number
+    batch.policy_targets[row][here] = np.asarray(trajectory.response_ids, np.int32)[steps]
+    batch.trajectory[row][here] = slot.trajectory
+    logprobs = np.asarray(trajectory.logprobs, np.float32)[steps]
+    batch.behaviour_logprobs[row][here] = np.where(own, logprobs, 0.0)
+    if trajectory.rewards and len(steps):
+        # What is given between steps belongs to the step before: it is a consequence of that.
+        at = np.searchsorted(steps, np.arange(len(trajectory.rewards)), side="right") - 1
+        np.add.at(batch.rewards[row], start + np.maximum(at, 0), trajectory.rewards)
+
+
+def _write_end(
+    batch: PackedBatch, row: tuple[int, int, int], at: int, slot: Slot, trajectory: Trajectory
+) -> None:
+    """Policy space: the state after the last token, which is neither step nor policy token."""
+    last = slot.offset + len(trajectory.response_ids) - 1
+    batch.policy_index[row][at] = batch.policy_before[row][at] = last
+    batch.policy_segments[row][at] = slot.number
+    batch.trajectory[row][at] = slot.trajectory
 
 
 def _check_lengths(trajectory: Trajectory) -> None:
@@ -260,6 +145,7 @@ def _check_lengths(trajectory: Trajectory) -> None:
         "response_ids": len(trajectory.response_ids),
         "logprobs": len(trajectory.logprobs),
         "loss_mask": len(trajectory.mask),
+        "rewards": len(trajectory.rewards or trajectory.response_ids),
     }
     if not trajectory.prompt.ids or len(set(sizes.values())) != 1 or not trajectory.response_ids:
         raise DataError(

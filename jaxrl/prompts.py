@@ -76,7 +76,8 @@ def build_prompts(
     for index, row in enumerate(rows):
         place = f"{where}, row {index + 1} (index {index})"
         prompt = _prompt_of(row, data.prompt_column, place)
-        ids, text = _encode(prompt, tokenizer, data, template, place)
+        messages = _messages(prompt, data)
+        ids, text = _encode(prompt, messages, tokenizer, template, place)
         if len(ids) > data.max_prompt_tokens:
             if data.overlong == "error":
                 raise DataError(
@@ -96,7 +97,9 @@ def build_prompts(
                     f"{place}: the column {name!r} has a name that reward functions are called "
                     "with; rename it"
                 )
-        prompts.append(Prompt(row=index, ids=tuple(ids), text=text, columns=columns))
+        prompts.append(
+            Prompt(row=index, ids=tuple(ids), text=text, messages=messages, columns=columns)
+        )
     if not prompts:
         raise DataError(
             f"{where}: all {len(rows)} prompts are longer than data.max_prompt_tokens="
@@ -166,17 +169,27 @@ def _prompt_of(row: Mapping[str, Any], column: str, place: str) -> str | list[An
     return prompt
 
 
+def _messages(prompt: str | list[Any], data: DataConfig) -> tuple[Mapping[str, Any], ...]:
+    """The chat behind a prompt; none where it is plain text."""
+    if not isinstance(prompt, str):
+        return tuple(prompt)
+    if not data.chat:
+        return ()
+    system = [] if data.system is None else [{"role": "system", "content": data.system}]
+    return (*system, {"role": "user", "content": prompt})
+
+
 def _encode(
-    prompt: str | list[Any], tokenizer: Any, data: DataConfig, template: str | None, place: str
+    prompt: str | list[Any],
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    template: str | None,
+    place: str,
 ) -> tuple[list[int], str]:
-    if isinstance(prompt, str) and not data.chat:
+    if isinstance(prompt, str) and not messages:
         begun = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
         ids, text = tokenizer(prompt, add_special_tokens=not begun)["input_ids"], prompt
     else:
-        messages = prompt
-        if isinstance(prompt, str):
-            system = [] if data.system is None else [{"role": "system", "content": data.system}]
-            messages = [*system, {"role": "user", "content": prompt}]
         if template is None and not tokenizer.chat_template:
             raise DataError(
                 f"{place}: the tokenizer has no chat template; give one with data.chat_template, "
@@ -184,7 +197,7 @@ def _encode(
             )
         try:
             rendered = tokenizer.apply_chat_template(
-                messages, chat_template=template, tokenize=False, add_generation_prompt=True
+                list(messages), chat_template=template, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:
             raise DataError(f"{place}: the chat template refuses the prompt ({error})") from error

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from jaxrl.checks import ArrayInput, concrete, floats, mask_of, scalar, segments_of, time_axis
+from jaxrl.checks import (
+    ArrayInput,
+    choice,
+    concrete,
+    floats,
+    mask_of,
+    scalar,
+    segments_of,
+    time_axis,
+)
 from jaxrl.segments import last_of_each_segment
 
-__all__ = ["adaptive_kl_coef", "token_rewards"]
+__all__ = ["adaptive_kl_coef", "ending_scores", "overlong_penalty", "token_rewards"]
+
+ENDINGS = ("keep", "zero", "soft", "bootstrap", "mask")
 
 
 def token_rewards(
@@ -111,3 +124,89 @@ def adaptive_kl_coef(
     error = jnp.clip(relative - 1.0, -0.2, 0.2)
     share = scalar("n", n, minimum=0.0) / scalar("horizon", horizon, above=0.0)
     return scalar("coef", coef) * (1.0 + error * share)
+
+
+def overlong_penalty(
+    lengths: ArrayInput, *, max_length: ArrayInput, buffer: ArrayInput, penalty: ArrayInput = 1.0
+) -> Float32[Array, "*shape"]:
+    """The price of coming close to the length limit, to be added to the score; never above 0.
+
+        p(n) = -penalty * clip((n - (max_length - buffer)) / buffer, 0, 1)
+
+    Args:
+        lengths: n, tokens of each response, [...].
+        max_length: the limit, tokens.
+        buffer: the last tokens below the limit, over which the price rises evenly, > 0.
+        penalty: the price at the limit and beyond, reward units, >= 0.
+
+    Returns:
+        float32 [...], reward units.
+
+    Raises:
+        ValueError: buffer <= 0, penalty < 0, or an argument is not a single number.
+
+    Source: Yu et al. 2025, "DAPO", equation 13.
+
+    >>> print(overlong_penalty([6, 9, 10, 12], max_length=10, buffer=4))
+    [-0.   -0.75 -1.   -1.  ]
+    """
+    reach = scalar("buffer", buffer, above=0.0)
+    over = floats("lengths", lengths) - (scalar("max_length", max_length) - reach)
+    return -scalar("penalty", penalty, minimum=0.0) * jnp.clip(over / reach, 0.0, 1.0)
+
+
+def ending_scores(
+    scores: ArrayInput,
+    truncated: ArrayInput,
+    lengths: ArrayInput,
+    *,
+    mode: Literal["keep", "zero", "soft", "bootstrap", "mask"] = "keep",
+    max_length: ArrayInput = 0,
+    buffer: ArrayInput = 0,
+    penalty: ArrayInput = 1.0,
+    missing_eos_penalty: ArrayInput = 0.0,
+) -> Float32[Array, "*shape"]:
+    """Scores after the rule for responses that the length limit ended.
+
+        keep, mask       the score
+        zero, bootstrap  0 where truncated
+        soft             the score + overlong_penalty(length), truncated or not
+        all              minus missing_eos_penalty where truncated
+
+    "bootstrap" says that the episode goes on: its score is unknown, and the caller gives `gae` the
+    value of the state it was cut at. "mask" leaves it to the caller to take truncated responses
+    out.
+
+    Args:
+        scores: reward units, [...].
+        truncated: bool or integer 0/1, [...]; from the finish reason, never from a width.
+        lengths: tokens of each response, [...]; read by "soft" alone.
+        mode: one of the five above.
+        max_length: the length limit, tokens; read by "soft" alone, like the next two.
+        buffer: see `overlong_penalty`.
+        penalty: see `overlong_penalty`.
+        missing_eos_penalty: price of not having ended, reward units, >= 0.
+
+    Returns:
+        float32 [...], reward units.
+
+    Raises:
+        ValueError: shapes differ, mode is unknown, a penalty is negative.
+        TypeError: truncated is neither bool nor integer.
+
+    Source: zero, and the penalty: Ouyang et al. 2022 and the trainers that followed; soft: Yu et
+    al. 2025, "DAPO", section 3.4; bootstrap: Pardo et al. 2018, "Time Limits in Reinforcement
+    Learning", section 3.
+
+    >>> print(ending_scores([1.0, 1.0], [False, True], [3, 8], mode="zero"))
+    [1. 0.]
+    """
+    choice("mode", mode, ENDINGS)
+    x = floats("scores", scores)
+    cut = mask_of("truncated", truncated, x.shape, "scores")
+    if mode in ("zero", "bootstrap"):
+        x = jnp.where(cut, 0.0, x)
+    elif mode == "soft":
+        n = floats("lengths", lengths, x.shape, "scores")
+        x = x + overlong_penalty(n, max_length=max_length, buffer=buffer, penalty=penalty)
+    return x - jnp.where(cut, scalar("missing_eos_penalty", missing_eos_penalty, minimum=0.0), 0.0)

@@ -12,7 +12,7 @@ idle), so a run that is resumed from a checkpoint asks for what an uninterrupted
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.cursor import PromptCursor
 from jaxrl.rollout.engine import OnDone, RolloutEngine
+from jaxrl.scoring import Scores
 from jaxrl.types import Prompt, Sampling, Trajectory
 
 __all__ = ["Batch", "Rollouts", "is_due", "rollout_seed"]
@@ -41,19 +42,28 @@ class Batch(NamedTuple):
 
     prompts: list[Prompt]
     trajectories: list[Trajectory]
+    scores: Scores
+    """One for each trajectory."""
     cursor: dict[str, int]
     """Place in the prompt set after its prompts: what a checkpoint of this iteration saves."""
+    figures: dict[str, float]
+    """Metrics of how it came about."""
 
 
 class Rollouts:
     """Takes prompts, asks the engine, and hands out batches in order."""
 
     def __init__(
-        self, config: Config, engine: RolloutEngine, cursor: PromptCursor, sampling: Sampling
+        self,
+        config: Config,
+        engine: RolloutEngine,
+        cursor: PromptCursor,
+        sampling: Sampling,
+        score: Callable[[Sequence[Trajectory]], Scores],
     ) -> None:
         """Begin with the first iteration that `take` asks for."""
         self._config, self._engine, self._cursor = config, engine, cursor
-        self._sampling = sampling
+        self._sampling, self._score = sampling, score
         self._begun: deque[tuple[int, Future[Batch]]] = deque()
         depth = config.rollout.max_staleness
         self._threads = ThreadPoolExecutor(depth + 1, "rollouts") if depth else None
@@ -102,7 +112,7 @@ class Rollouts:
                 seed=rollout_seed(config.seed, iteration),
                 on_done=on_done,
             )
-            return Batch(prompts, trajectories, cursor)
+            return Batch(prompts, trajectories, self._score(trajectories), cursor, {})
 
         return self._threads.submit(generate) if self._threads else _now(generate)
 

@@ -19,9 +19,9 @@ import numpy as np
 from jaxrl.config import RewardFunctionConfig
 from jaxrl.errors import RewardError
 from jaxrl.reward_process import RewardProcess
-from jaxrl.types import Prompt
+from jaxrl.types import Prompt, Trajectory
 
-__all__ = ["Scorer", "Scores"]
+__all__ = ["Scorer", "Scores", "score_trajectories", "total_scores"]
 
 _IMPORT_S = 300.0
 """Seconds the functions' modules may take to import; a cold machine can be very slow at it."""
@@ -37,6 +37,9 @@ class Scores:
     """bool [N]; False where a function gave None, NaN or inf."""
     per_function: dict[str, np.ndarray]
     """float32 [N] for each function, before its weight; NaN where it gave no number."""
+    tokens: tuple[np.ndarray | None, ...] = ()
+    """float32 rewards of each completion's tokens beside `values`, None where there are none; empty
+    where no source gave any."""
 
 
 class Scorer:
@@ -221,6 +224,26 @@ class Scorer:
             raise RewardError(
                 f"reward function worker died with exit code {code} in {what}"
             ) from None
+
+
+def score_trajectories(
+    scorer: Scorer, tokenizer: Any, trajectories: Sequence[Trajectory]
+) -> Scores:
+    """Scores of the completions as text; ids are decoded once, for the rewards only."""
+    texts = [tokenizer.decode(t.response_ids, skip_special_tokens=True) for t in trajectories]
+    return scorer.score(
+        [t.prompt for t in trajectories], texts, [t.response_ids for t in trajectories]
+    )
+
+
+def total_scores(trajectories: Sequence[Trajectory], scores: Scores) -> np.ndarray:
+    """Score of each trajectory with all its other rewards, before any scaling, float32 [N]."""
+    totals = np.array(scores.values, np.float32)
+    for i, trajectory in enumerate(trajectories):
+        totals[i] += sum(trajectory.rewards)
+        if scores.tokens and (tokens := scores.tokens[i]) is not None:
+            totals[i] += np.sum(tokens)
+    return totals
 
 
 def _shown(prompt: Prompt) -> str:

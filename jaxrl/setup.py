@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from jaxrl.advantage_step import make_advantage_step
 from jaxrl.checkpoint.hf import check_tokenizer_fits, load_hf_config
 from jaxrl.config import Config
 from jaxrl.config_checks import check_config
@@ -26,11 +28,11 @@ from jaxrl.named_function import load_function
 from jaxrl.rollout.engine import RolloutEngine
 from jaxrl.rollout.trainside import TrainsideEngine
 from jaxrl.rollouts import Rollouts
-from jaxrl.scoring import Scorer
+from jaxrl.scoring import Scorer, Scores, score_trajectories
 from jaxrl.sharding import batch_sharding, make_mesh, replicated
 from jaxrl.state import Optimizers, abstract_state, make_optimizers
-from jaxrl.steps import make_advantage_step, make_score_step
-from jaxrl.types import Prompt, Sampling
+from jaxrl.steps import make_score_step
+from jaxrl.types import Prompt, Sampling, Trajectory
 from jaxrl.update import make_update_step
 
 __all__ = ["Run", "Steps", "build"]
@@ -63,6 +65,7 @@ class Run:
     eval_prompts: list[Prompt]
     prompt_counts: dict[str, int]
     scorer: Scorer
+    score: Callable[[Sequence[Trajectory]], Scores]
     engine: RolloutEngine
     steps: Steps
     optimizers: Optimizers
@@ -103,16 +106,18 @@ def build(config: Config) -> Run:
     except BaseException:
         scorer.close()
         raise
+    score = partial(score_trajectories, scorer, tokenizer)
     return Run(
         config=config,
         model=model,
         tokenizer=tokenizer,
         mesh=mesh,
         cursor=cursor,
-        rollouts=Rollouts(config, engine, cursor, sampling),
+        rollouts=Rollouts(config, engine, cursor, sampling, score),
         eval_prompts=held_out,
         prompt_counts=counts,
         scorer=scorer,
+        score=score,
         engine=engine,
         steps=steps,
         optimizers=optimizers,

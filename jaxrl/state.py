@@ -98,6 +98,7 @@ def abstract_state(config: Config, model: Model, mesh: Mesh, optimizers: Optimiz
         updates=scalar(jnp.int32),
         iteration=scalar(jnp.int32),
         kl_coef=scalar(jnp.float32),
+        reward_moments=jax.ShapeDtypeStruct((3,), jnp.float32, sharding=whole),
         skipped=scalar(jnp.int32),
         skipped_in_a_row=scalar(jnp.int32),
     )
@@ -130,6 +131,7 @@ def fresh_state(config: Config, model: Model, mesh: Mesh, optimizers: Optimizers
         "updates": jnp.int32(0),
         "iteration": jnp.int32(0),
         "kl_coef": jnp.float32(config.algorithm.kl_coef),
+        "reward_moments": jnp.zeros(3, jnp.float32),
         "skipped": jnp.int32(0),
         "skipped_in_a_row": jnp.int32(0),
     }

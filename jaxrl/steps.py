@@ -1,4 +1,4 @@
-"""The pure steps before the first optimizer step: score and advantage.  `update` has the third.
+"""The first pure step: score.  `advantage_step` and `update` have the other two.
 
 Each ``make_*_step`` returns a function of arrays to be jitted by the caller. The model comes in as
 a `Forward`, so a decoder written elsewhere can be trained. Micro-batches are walked by a loop whose
@@ -14,17 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl.advantages import gae, group_advantages
-from jaxrl.config import AlgorithmConfig
 from jaxrl.logprobs import TiedHead, token_logprobs_and_entropy
-from jaxrl.losses import explained_variance, kl_estimate
-from jaxrl.reduce import masked_mean, whiten
-from jaxrl.rewards import token_rewards
-from jaxrl.types import Anchors, PackedBatch, TrainBatch
+from jaxrl.types import Anchors, PackedBatch
 
 __all__ = [
     "Forward",
-    "make_advantage_step",
     "make_score_step",
     "policy_outputs",
     "predicting_hidden",
@@ -33,7 +27,6 @@ __all__ = [
     "take_micro",
 ]
 
-Metrics = dict[str, jax.Array]
 Params = Any
 
 
@@ -94,6 +87,8 @@ def policy_outputs(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities, entropies and values [rows, K] of one micro-batch.
 
+    The first two at policy tokens, values at every slot that belongs to a trajectory; 0 elsewhere.
+
     Anchors and training both come through here, which is what makes the first ratio exactly 1.
     """
     hidden = forward.hidden(policy_params, *row_inputs(packed))
@@ -109,7 +104,7 @@ def policy_outputs(
         values = jnp.zeros_like(logprobs)
     else:
         values = forward.values(value_params, hidden, packed)
-    return logprobs, entropies, jnp.where(packed.policy_valid, values, 0.0)
+    return logprobs, entropies, jnp.where(packed.policy_segments > 0, values, 0.0)
 
 
 def busy_micros(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -172,86 +167,3 @@ def make_score_step(
 def _zero_anchors(valid: jax.Array) -> Anchors:
     zero = jnp.zeros(valid.shape, jnp.float32)
     return Anchors(old_logprobs=zero, old_values=zero, ref_logprobs=zero, entropies=zero)
-
-
-def make_advantage_step(
-    algorithm: AlgorithmConfig, *, num_groups: int
-) -> Callable[..., tuple[TrainBatch, Metrics]]:
-    """Build ``advantage_step(packed, anchors, scores, groups, kl_coef) -> (TrainBatch, metrics)``.
-
-    Runs once every micro-batch's anchors are back in place, over all policy tokens of the
-    iteration. The score of a trajectory sits on its last policy token, the KL penalty on every one;
-    then GAE within each trajectory and whitening over the whole batch (gae), or the group-relative
-    total (grpo). scores, groups: [trajectories]; entries no slot refers to are ignored.
-    """
-
-    def advantage_step(
-        packed: PackedBatch,
-        anchors: Anchors,
-        scores: jax.Array,
-        groups: jax.Array,
-        kl_coef: jax.Array,
-    ) -> tuple[TrainBatch, Metrics]:
-        valid, segments = packed.policy_valid, packed.policy_segments
-        kl = kl_estimate(
-            anchors.old_logprobs, anchors.ref_logprobs, kind=algorithm.kl_kind, mask=valid
-        )
-        in_reward = algorithm.kl_in == "reward"
-        rewards = token_rewards(
-            scores[packed.trajectory],
-            valid,
-            kl=kl if in_reward else None,
-            kl_coef=kl_coef if in_reward else 0.0,
-            segment_ids=segments,
-        )
-        if algorithm.advantage_mode == "gae":
-            advantages, returns = gae(
-                rewards,
-                anchors.old_values,
-                valid,
-                gamma=algorithm.gamma,
-                lam=algorithm.lam,
-                segment_ids=segments,
-            )
-            if algorithm.whiten_advantages:
-                advantages = whiten(advantages, valid)
-        else:
-            totals = jnp.zeros_like(scores).at[packed.trajectory].add(rewards)
-            present = jnp.zeros(scores.shape, bool).at[packed.trajectory].max(valid)
-            relative = group_advantages(
-                totals, groups, num_groups, scale=algorithm.group_scale, mask=present
-            )
-            advantages = jnp.where(valid, relative[packed.trajectory], 0.0)
-            returns = jnp.zeros_like(advantages)
-        old_logprobs = anchors.old_logprobs
-        if algorithm.old_logprobs == "rollout":
-            old_logprobs = jnp.where(valid, packed.behaviour_logprobs, 0.0)
-        batch = TrainBatch(
-            packed=packed,
-            old_logprobs=old_logprobs,
-            old_values=anchors.old_values,
-            ref_logprobs=anchors.ref_logprobs,
-            advantages=lax.stop_gradient(advantages),
-            returns=lax.stop_gradient(returns),
-        )
-        return batch, _batch_metrics(batch, anchors)
-
-    return advantage_step
-
-
-def _batch_metrics(batch: TrainBatch, anchors: Anchors) -> Metrics:
-    """Figures of the whole rollout batch, over policy tokens only."""
-    valid = batch.packed.policy_valid
-    drift = jnp.where(valid, anchors.old_logprobs - batch.packed.behaviour_logprobs, 0.0)
-    kl = kl_estimate(anchors.old_logprobs, batch.ref_logprobs, kind="k1", mask=valid)
-    return {
-        "policy/entropy": masked_mean(anchors.entropies, valid),
-        "kl/reference": masked_mean(kl, valid),
-        "kl/reference_sum": jnp.sum(kl),
-        "value/mean": masked_mean(batch.old_values, valid),
-        "value/return_mean": masked_mean(batch.returns, valid),
-        "value/explained_variance": explained_variance(batch.old_values, batch.returns, valid),
-        "rollout/logprob_diff_mean": masked_mean(jnp.abs(drift), valid),
-        "rollout/logprob_diff_max": jnp.max(jnp.abs(drift), initial=0.0),
-        "policy/tokens": jnp.sum(valid).astype(jnp.float32),
-    }

@@ -6,10 +6,12 @@ The model predicts token ``t`` from the hidden state of the token before it; onl
 works out where that is (``policy_before``) and only `steps.predicting_hidden` reads it.
 
 Two spaces appear. *Row space* ``[rows, row_len]`` is what the decoder sees. *Policy space*
-``[rows, K]`` holds only the tokens the policy wrote, gathered densely within each row
-(``policy_index`` says where each came from). Log-probabilities, values, advantages and losses live
-in policy space, so prompt and padding tokens cost no vocabulary product and cannot leak into a
-loss.
+``[rows, K]`` holds the tokens the policy wrote, gathered densely within each row (``policy_index``
+says where each came from). Log-probabilities, values, advantages and losses live in policy space,
+so prompt and padding tokens cost no vocabulary product and cannot leak into a loss. Some runs need
+a value elsewhere too; their policy space has slots that are no policy tokens: the other tokens of
+the response where these are steps (`gae_over` "response"), and one behind each trajectory for the
+state after its last token (`truncated` "bootstrap").
 
 Leading axes of a packed batch are ``[updates, micros]``: one optimizer step per update, its
 gradient summed over its micro-batches.
@@ -26,6 +28,7 @@ import jax
 __all__ = [
     "Anchors",
     "FinishReason",
+    "Outcomes",
     "PackedBatch",
     "Prompt",
     "Sampling",
@@ -59,8 +62,12 @@ class Prompt:
     """Token ids the engine continues, generation header included."""
     text: str
     """The prompt as text, for reward functions and samples."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The chat the ids were made from, for an environment or reward model; empty without chat."""
     epoch: int = 0
     """Pass over the prompt set in which it was taken; with the row it makes a request's seed."""
+    first_sample: int = 0
+    """Number of its first sample: an episode that goes on keeps its own, and so its own seeds."""
     columns: Mapping[str, Any]
     """Every other column of the row, handed to the reward functions."""
 
@@ -103,6 +110,9 @@ class Trajectory:
     """Version for each response token, where it changed under way; empty means all the same."""
     loss_mask: tuple[bool, ...] = ()
     """Which response tokens are the policy's own; empty means all of them."""
+    rewards: tuple[float, ...] = ()
+    """Reward at each response token that the environment or a reward function gave, beside the
+    score; empty means none."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -124,7 +134,7 @@ class Trajectory:
 class PackedBatch:
     """Trajectories laid out in rows; leading axes [updates, micros, rows] (or a slice of them).
 
-    Padding has segment 0. Where `policy_valid` is False the other policy-space fields hold zeros.
+    Padding has segment 0, in rows and in policy space, and zeros in every other field.
     """
 
     tokens: Array
@@ -140,19 +150,38 @@ class PackedBatch:
 
     A token sees its unit's prompt and what precedes it in its own branch."""
     policy_index: Array
-    """int32 [..., K]; position in the row of each policy token."""
+    """int32 [..., K]; position in the row of each slot's token."""
     policy_before: Array
-    """int32 [..., K]; position of the token before it: where it is predicted."""
+    """int32 [..., K]; position of the token before it: where it is predicted and valued."""
     policy_valid: Array
-    """bool [..., K]."""
+    """bool [..., K]; the policy's own tokens, which alone are trained."""
+    policy_steps: Array
+    """bool [..., K]; the steps of GAE: the policy's own tokens, or all of the response. A slot that
+    is no step but has a segment stands for the state after its trajectory's last token."""
     policy_segments: Array
     """int32 [..., K]; number of its trajectory within the row, 0 where there is none."""
     policy_targets: Array
-    """int32 [..., K]; the policy tokens themselves."""
+    """int32 [..., K]; the tokens themselves."""
     trajectory: Array
     """int32 [..., K]; index of the trajectory in the rollout batch."""
     behaviour_logprobs: Array
-    """float32 [..., K], nats."""
+    """float32 [..., K], nats; 0 at slots that are no policy tokens."""
+    rewards: Array
+    """float32 [..., K]; rewards beside the score, each at the step it belongs to."""
+
+
+@pytree
+class Outcomes:
+    """What became of each trajectory of the rollout batch, [trajectories]."""
+
+    scores: Array
+    """float32; what its last step is rewarded with."""
+    groups: Array
+    """int32; the number of its prompt in the batch."""
+    truncated: Array
+    """bool; the length limit ended it."""
+    positive: Array
+    """bool; good enough to be imitated (`algorithm.nll_above`)."""
 
 
 @pytree
@@ -176,6 +205,11 @@ class TrainBatch:
     ref_logprobs: Array
     advantages: Array
     returns: Array
+    weights: Array
+    """float32; factor on the policy loss of each policy token: 1, or what corrects for sampling
+    with another policy; 0 where that one is too far off."""
+    positive: Array
+    """bool; policy tokens of good responses."""
 
 
 @pytree
@@ -192,6 +226,8 @@ class TrainState:
     """int32 scalar: finished iterations."""
     kl_coef: Array
     """float32 scalar: the (possibly adaptive) coefficient of the KL penalty."""
+    reward_moments: Array
+    """float32 [3]: count, mean and sum of squared deviations of all scores so far."""
     skipped: Array
     """int32 scalar: updates skipped for a non-finite loss or gradient."""
     skipped_in_a_row: Array

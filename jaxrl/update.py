@@ -10,7 +10,7 @@ is finite.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,29 @@ import optax
 from jax import lax
 
 from jaxrl.config import AlgorithmConfig
-from jaxrl.losses import importance_weights, kl_estimate, ppo_policy_loss, ppo_value_loss
+from jaxrl.losses import PolicyLoss, ValueLoss, kl_estimate, ppo_policy_loss, ppo_value_loss
 from jaxrl.optim import Optimizer, steps_taken
+from jaxrl.ratios import difference, exp_ratio, sequence_log_ratio
 from jaxrl.reduce import aggregate
+from jaxrl.segments import last_of_each_segment
 from jaxrl.steps import Forward, busy_micros, policy_outputs, take_micro
 from jaxrl.types import TrainBatch, TrainState
 
-__all__ = ["make_loss", "make_update_step"]
+__all__ = ["Counts", "make_loss", "make_update_step"]
 
 Scalars = dict[str, jax.Array]
+
+_LOSSES = ("loss", "policy/loss", "value/loss", "kl/loss", "policy/nll")
+"""Divided by their own counts; every other sum is over policy tokens."""
+
+
+class Counts(NamedTuple):
+    """What sums over the whole update are divided by, at least 1 each."""
+
+    losses: jax.Array
+    """Policy tokens, or sequences with one, as the aggregation asks."""
+    positive: jax.Array
+    """Policy tokens of good responses."""
 
 
 def make_loss(
@@ -37,15 +51,17 @@ def make_loss(
     temperature: float,
     horizon: int,
 ) -> Callable[..., tuple[jax.Array, tuple[Scalars, Scalars]]]:
-    """Build ``loss(policy_params, value_params, micro, weight) -> (loss, (sums, maxima))``.
+    """Build ``loss(policy_params, value_params, micro, counts) -> (loss, (sums, maxima))``.
 
-    L = policy loss + value_coef * value loss - entropy_coef * H + kl_coef * KL (kl_in=loss), each
-    aggregated over the micro-batch and divided by `weight`, the count of the whole update. `sums`
-    are to be added over micro-batches and divided by the token count, `maxima` to be maximised.
+    L = policy loss + value_coef * value loss - entropy_coef * H + kl_coef * KL (kl_in=loss)
+        + nll_coef * NLL of good responses
+
+    Each is aggregated over the micro-batch and divided by the count of the whole update. `sums` are
+    to be added over micro-batches and divided by the token count, `maxima` to be maximised.
     """
 
     def loss(
-        policy_params: Any, value_params: Any, micro: TrainBatch, weight: jax.Array
+        policy_params: Any, value_params: Any, micro: TrainBatch, counts: Counts
     ) -> tuple[jax.Array, tuple[Scalars, Scalars]]:
         packed = micro.packed
         valid, segments = packed.policy_valid, packed.policy_segments
@@ -65,60 +81,84 @@ def make_loss(
                 mode=algorithm.aggregation,
                 segment_ids=segments,
                 horizon=horizon,
-                denominator=weight,
+                denominator=counts.losses,
             )
 
-        policy = ppo_policy_loss(
-            logprobs,
-            micro.old_logprobs,
-            micro.advantages,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-            mask=valid,
-        )
-        per_token = policy.per_token
-        if algorithm.importance != "off":
-            per_token *= importance_weights(
-                micro.old_logprobs,
-                packed.behaviour_logprobs,
-                valid,
-                level=algorithm.importance,
-                cap=algorithm.importance_cap,
-                segment_ids=segments,
-            )
+        policy = _policy_loss(algorithm, logprobs, micro)
         value = ppo_value_loss(
             values, micro.old_values, micro.returns, clip=algorithm.value_clip, mask=valid
         )
-        policy_loss, value_loss = reduced(per_token), reduced(value.per_token)
-        total = policy_loss - algorithm.entropy_coef * reduced(entropies)
+        losses = {
+            "policy/loss": reduced(policy.per_token * micro.weights),
+            "value/loss": reduced(value.per_token),
+        }
+        total = losses["policy/loss"] - algorithm.entropy_coef * reduced(entropies)
         if forward.values is not None:
-            total += algorithm.value_coef * value_loss
+            total += algorithm.value_coef * losses["value/loss"]
         if algorithm.kl_in == "loss":
-            kl = kl_estimate(logprobs, micro.ref_logprobs, kind=algorithm.kl_kind, mask=valid)
-            total += algorithm.kl_coef * reduced(kl)
-        change = lax.stop_gradient(jnp.where(valid, logprobs - micro.old_logprobs, 0.0))
-        ratio = lax.stop_gradient(policy.ratio)
-        sums = {
-            "policy/ratio_mean": jnp.sum(jnp.where(valid, ratio, 0.0)),
-            "policy/clip_fraction_up": _count(policy.clipped & (ratio > 1.0) & valid),
-            "policy/clip_fraction_down": _count(policy.clipped & (ratio < 1.0) & valid),
-            "policy/dual_clip_fraction": _count(policy.dual_clipped & valid),
-            "policy/approx_kl_k1": -jnp.sum(change),
-            "policy/approx_kl_k3": jnp.sum(
-                kl_estimate(micro.old_logprobs, micro.old_logprobs + change, kind="k3", mask=valid)
-            ),
-            "value/clip_fraction": _count(value.clipped & valid),
-        }
-        maxima = {
-            "policy/ratio_max": jnp.max(jnp.where(valid, ratio, -jnp.inf)),
-            "policy/ratio_min": jnp.max(jnp.where(valid, -ratio, -jnp.inf)),  # negated minimum
-            "policy/logprob_change_max": jnp.max(jnp.abs(change)),
-        }
-        losses = {"policy/loss": policy_loss, "value/loss": value_loss}
+            losses["kl/loss"] = reduced(_kl(algorithm, logprobs, micro))
+            total += algorithm.kl_coef * losses["kl/loss"]
+        if algorithm.nll_coef:
+            losses["policy/nll"] = aggregate(
+                -logprobs, micro.positive, mode="token-mean", denominator=counts.positive
+            )
+            total += algorithm.nll_coef * losses["policy/nll"]
+        sums, maxima = _token_figures(logprobs, policy, value, micro)
         return total, (losses | sums, maxima)
 
     return loss
+
+
+def _policy_loss(algorithm: AlgorithmConfig, logprobs: jax.Array, micro: TrainBatch) -> PolicyLoss:
+    valid, old = micro.packed.policy_valid, micro.old_logprobs
+    if algorithm.ratio_level == "sequence":
+        segments = micro.packed.policy_segments
+        logprobs = sequence_log_ratio(logprobs, old, valid, segment_ids=segments)
+        old = jnp.zeros_like(old)
+    return ppo_policy_loss(
+        logprobs,
+        old,
+        micro.advantages,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        mask=valid,
+    )
+
+
+def _kl(algorithm: AlgorithmConfig, logprobs: jax.Array, micro: TrainBatch) -> jax.Array:
+    """The penalty of each token; weighted, its gradient is that of the KL, whatever the kind."""
+    valid = micro.packed.policy_valid
+    kl = kl_estimate(logprobs, micro.ref_logprobs, kind=algorithm.kl_kind, mask=valid)
+    if algorithm.kl_weighted:
+        kl *= exp_ratio(difference(logprobs, micro.old_logprobs, valid))
+    return kl
+
+
+def _token_figures(
+    logprobs: jax.Array, policy: PolicyLoss, value: ValueLoss, micro: TrainBatch
+) -> tuple[Scalars, Scalars]:
+    """Sums over the policy tokens, and maxima over them."""
+    valid = micro.packed.policy_valid
+    change = lax.stop_gradient(jnp.where(valid, logprobs - micro.old_logprobs, 0.0))
+    ratio = lax.stop_gradient(policy.ratio)
+    sums = {
+        "policy/ratio_mean": jnp.sum(jnp.where(valid, ratio, 0.0)),
+        "policy/clip_fraction_up": _count(policy.clipped & (ratio > 1.0) & valid),
+        "policy/clip_fraction_down": _count(policy.clipped & (ratio < 1.0) & valid),
+        "policy/dual_clip_fraction": _count(policy.dual_clipped & valid),
+        "policy/approx_kl_k1": -jnp.sum(change),
+        "policy/approx_kl_k3": jnp.sum(
+            kl_estimate(micro.old_logprobs, micro.old_logprobs + change, kind="k3", mask=valid)
+        ),
+        "value/clip_fraction": _count(value.clipped & valid),
+    }
+    maxima = {
+        "policy/ratio_max": jnp.max(jnp.where(valid, ratio, -jnp.inf)),
+        "policy/ratio_min": jnp.max(jnp.where(valid, -ratio, -jnp.inf)),  # negated minimum
+        "policy/logprob_change_max": jnp.max(jnp.abs(change)),
+    }
+    return sums, maxima
 
 
 def _count(flags: jax.Array) -> jax.Array:
@@ -150,12 +190,12 @@ def make_update_step(
     def update_step(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Scalars]:
         valid = batch.packed.policy_valid
         tokens = _count(valid)
-        weight = _global_weight(batch, algorithm.aggregation)
+        counts = _counts(batch, algorithm.aggregation)
         order, busy = busy_micros(valid)
 
         def micro(i: jax.Array) -> Any:
             (total, aux), grads = gradient(
-                state.policy_params, state.value_params, take_micro(batch, order[i]), weight
+                state.policy_params, state.value_params, take_micro(batch, order[i]), counts
             )
             return grads, {"loss": total} | aux[0], aux[1]
 
@@ -187,10 +227,11 @@ def make_update_step(
             updates=state.updates + 1,
             iteration=state.iteration,
             kl_coef=state.kl_coef,
+            reward_moments=state.reward_moments,
             skipped=state.skipped + ~finite,
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
         )
-        losses = {name: sums.pop(name) for name in ("loss", "policy/loss", "value/loss")}
+        losses = {name: sums.pop(name) for name in _LOSSES if name in sums}
         means = {name: total / jnp.maximum(tokens, 1.0) for name, total in sums.items()}
         maxima["policy/ratio_min"] = -maxima["policy/ratio_min"]
         rates = {
@@ -204,13 +245,13 @@ def make_update_step(
     return update_step
 
 
-def _global_weight(batch: TrainBatch, aggregation: str) -> jax.Array:
-    """What the whole update's sum is divided by: its policy tokens, or its sequences with one."""
+def _counts(batch: TrainBatch, aggregation: str) -> Counts:
+    """Counted before the first micro-batch, so that every part is divided by the whole."""
     valid, segments = batch.packed.policy_valid, batch.packed.policy_segments
-    if not aggregation.startswith("seq-mean") or aggregation.endswith("norm"):
-        return jnp.maximum(_count(valid), 1.0)
-    before = jnp.pad(segments[..., :-1], [(0, 0)] * (segments.ndim - 1) + [(1, 0)])
-    return jnp.maximum(_count(valid & (segments != before)), 1.0)
+    counted = valid
+    if aggregation in ("seq-mean-token-mean", "seq-mean-token-sum"):
+        counted = last_of_each_segment(valid, segments)
+    return Counts(jnp.maximum(_count(counted), 1.0), jnp.maximum(_count(batch.positive), 1.0))
 
 
 def _apply(

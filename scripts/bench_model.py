@@ -127,6 +127,7 @@ def drawn_batch(sizes: Sizes, packed: PackedBatch, old: jax.Array) -> TrainBatch
     old = old + 0.1 * noise
     batch = TrainBatch(
         packed=packed, old_logprobs=old, old_values=values, ref_logprobs=old,
-        advantages=advantages, returns=returns,
+        advantages=advantages, returns=returns, weights=packed.policy_valid.astype(jnp.float32),
+        positive=jnp.zeros_like(packed.policy_valid),
     )  # fmt: skip
     return jax.tree.map(lambda x: x[None], batch)

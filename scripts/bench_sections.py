@@ -162,6 +162,7 @@ def policy_step(sizes: Sizes) -> Work:
         policy_opt=jax.jit(optimizer.init)(params),
         value_opt=optimizer.init({}),
         kl_coef=jnp.float32(0),
+        reward_moments=jnp.zeros(3),
         **{name: jnp.int32(value) for name, value in zero.items()},
     )
     names = {"loss": "policy/loss", "gradient_norm": "policy/grad_norm"}

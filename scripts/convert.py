@@ -48,6 +48,7 @@ def hf_to_jaxrl(folder: Path, out: Path, *, check: bool) -> None:
         updates=nothing,
         iteration=nothing,
         kl_coef=np.zeros((), np.float32),
+        reward_moments=np.zeros(3, np.float32),
         skipped=nothing,
         skipped_in_a_row=nothing,
     )

@@ -38,6 +38,7 @@ def trained(folder: Path, scale: float) -> TrainState:
         updates=np.int32(8),
         iteration=np.int32(4),
         kl_coef=np.float32(0.1),
+        reward_moments=np.zeros(3, np.float32),
         skipped=np.int32(0),
         skipped_in_a_row=np.int32(0),
     )

@@ -52,6 +52,7 @@ def make_state(seed: int, width: int = 4) -> TrainState:
         updates=jnp.int32(0),
         iteration=jnp.int32(0),
         kl_coef=jnp.float32(0.1),
+        reward_moments=jnp.zeros(3),
         skipped=jnp.int32(0),
         skipped_in_a_row=jnp.int32(0),
     )
