@@ -26,6 +26,9 @@ from jaxrl import (
     token_rewards,
     whiten,
 )
+from jaxrl.packing import pack, plan
+from jaxrl.steps import Forward, policy_outputs, predicting_hidden
+from jaxrl.types import Prompt, Trajectory
 
 DATA = Path(__file__).parent / "data"
 JAX_CASES = json.loads((DATA / "jax_peer_values.json").read_text(encoding="utf-8"))["cases"]
@@ -258,6 +261,27 @@ def test_slime_dual_clip() -> None:
     close(loss.per_token, y["losses"])
 
 
+def test_slime_values_are_not_tempered_and_read_before_their_token() -> None:
+    x, y = published("tests/test_value_temperature.py")
+    total, response = x["total_length"], x["response_length"]
+    told = Trajectory(
+        prompt=Prompt(row=0, ids=(0,) * (total - response), text="", columns={}),
+        sample=0,
+        response_ids=(0,) * response,
+        logprobs=(-1.0,) * response,
+        finish_reason="stop",
+    )
+    layout = plan([2], [2], [2], updates=1, micro_batch_tokens=total, row_lengths=[total])
+    packed = jax.tree.map(lambda a: jnp.asarray(a)[0, 0], pack([told], layout))
+    head = lambda value_params, hidden, rows: predicting_hidden(hidden, rows)[..., 0]  # noqa: E731
+    logits = jnp.asarray(x["value_logits"], jnp.float32)[None, :, None]
+    forward = Forward(lambda *_: logits, lambda _: jnp.ones((1, 4)), head)
+    _, _, values = policy_outputs(
+        forward, {}, {}, packed, chunk_size=None, temperature=x["rollout_temperature"]
+    )
+    close(values[np.asarray(packed.policy_valid)], y["values"])
+
+
 def test_nemo_gae_without_lambda() -> None:
     x, y = published("test_gae_gamma_lambda_zero")
     rewards = token_rewards(x["rewards"], x["mask"])
@@ -346,4 +370,4 @@ def test_every_published_value_is_used() -> None:
         if isinstance(n.args[0], ast.Constant)
     } | {"lambda_one", "flat_critic", "gamma_discount"}
     unused = [c for c in PUBLISHED if not any(n in f"{c['peer']} {c['test']}" for n in names)]
-    assert not unused and len(PUBLISHED) == 20
+    assert not unused and len(PUBLISHED) == 21

@@ -111,6 +111,7 @@ def _(x: Any, p: dict) -> Outputs:
         "advantages": At(a, m),
         "returns": At(r, m),
         "tot_rewards": rewards,
+        "rolled_loss_mask": m,
         "kl_rewards": penalty,
     }
 

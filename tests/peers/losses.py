@@ -16,6 +16,8 @@ from jaxrl import (
     masked_mean,
     ppo_policy_loss,
     ppo_value_loss,
+    sequence_log_ratio,
+    within_bounds,
 )
 from peers.recipe import Outputs, mode, policy_case, recipe
 
@@ -44,21 +46,17 @@ def _(x: Any, p: dict) -> Outputs:
     }
 
 
-def sequence_ratio(new: Any, old: Any, m: Any, *, own_gradient: bool) -> Any:
-    """GSPO: the mean log-ratio of the sequence at each of its tokens.
-
-    Either each token has the gradient of its own log-probability, or all share that of the mean.
-    """
-    mean = masked_mean(kl_estimate(new, old, mask=m), m, axis=-1)[:, None]
+def own_gradients(new: Any, old: Any, m: Any) -> jax.Array:
+    """`sequence_log_ratio` where each token has the gradient of its own log-probability alone."""
     stop = jax.lax.stop_gradient
-    return new - stop(new) + stop(mean) if own_gradient else jnp.broadcast_to(mean, m.shape)
+    return new - stop(new) + stop(sequence_log_ratio(new, old, m))
 
 
 @recipe("verl.compute_policy_loss_gspo")
 def _(x: Any, p: dict) -> Outputs:
     m = x.response_mask
     loss = lambda new: ppo_policy_loss(  # noqa: E731
-        sequence_ratio(new, x.old_log_prob, m, own_gradient=True),
+        own_gradients(new, x.old_log_prob, m),
         np.zeros(m.shape),
         x.advantages,
         clip_low=p["clip_ratio_low"],
@@ -97,7 +95,7 @@ def _(x: Any, p: dict) -> Outputs:
 
     def loss(new: Any) -> Any:
         return ppo_policy_loss(
-            sequence_ratio(new, old, m, own_gradient=False) if gspo else new,
+            sequence_log_ratio(new, old, m) if gspo else new,
             np.zeros(m.shape) if gspo else old,
             x.advantages,
             clip_low=p.get("clip_eps_low", 0.2),
@@ -110,15 +108,10 @@ def _(x: Any, p: dict) -> Outputs:
     kind = p.get("vllm_is_correction_type")
     if kind:
         low, high = p["vllm_is_truncated_threshold"]
-        raw = importance_weights(old, x.rollout_log_probs, m)
-        gate = raw
-        if kind == "seq-mask-tis":
-            length = m.sum(-1, keepdims=True)
-            whole = importance_weights(
-                old / length, x.rollout_log_probs / length, m, level="sequence"
-            )
-            gate = whole
-        weights = jnp.where((gate >= low) & (gate <= high), raw, 0.0)
+        level = "geometric" if kind == "seq-mask-tis" else "token"
+        given = old, x.rollout_log_probs, m
+        kept = within_bounds(*given, low=low, high=high, level=level)
+        weights = jnp.where(kept, importance_weights(*given), 0.0)
         extra = {"vllm_kl": masked_mean(kl_estimate(x.rollout_log_probs, old, mask=m), m)}
     p = p | {"token_level_loss": p.get("token_level_loss", not gspo)}
     return policy_case(
@@ -163,6 +156,14 @@ def _(x: Any, p: dict) -> Outputs:
     return {"loss": value, "grad_log_prob": gradient}
 
 
+def logprob_change(x: Any, m: Any) -> Outputs:
+    change = kl_estimate(x.new_logp, x.old_logp, kind="abs", mask=m)
+    return {
+        "rollout_replay_logp_absdiff_mean": masked_mean(change, m),
+        "rollout_replay_logp_absdiff_max": change.max(),
+    }
+
+
 @recipe("unirl._grpo_clip_loss")
 def _(x: Any, p: dict) -> Outputs:
     high = p["clip_range"] if p["clip_range_high"] is None else p["clip_range_high"]
@@ -185,6 +186,7 @@ def _(x: Any, p: dict) -> Outputs:
         "clipfrac_gt_one": masked_mean(above, everything),
         "clipfrac_lt_one": masked_mean(below, everything),
         "approx_kl": masked_mean(kl_estimate(x.new_logp, x.old_logp, kind="k2"), everything),
+        **logprob_change(x, everything),
     }
 
 
@@ -200,7 +202,7 @@ def _(x: Any, p: dict) -> Outputs:
 
     def loss(new: Any) -> Any:
         return ppo_policy_loss(
-            sequence_ratio(new, prox, m, own_gradient=False) if sequence else new,
+            sequence_log_ratio(new, prox, m) if sequence else new,
             np.zeros(m.shape) if sequence else prox,
             a,
             clip_low=p["eps_clip"],
@@ -284,4 +286,7 @@ def _(x: Any, p: dict) -> Outputs:
         "ratio_mean": masked_mean(policy.ratio, m),
         "clip_fraction": masked_mean(outside, m),
         "approx_kl": masked_mean(kl_estimate(x.new_logp, x.old_logp, kind="k2", mask=m), m),
+        "return_mean": masked_mean(x.returns, m),
+        "value_mean": masked_mean(x.new_values, m),
+        **logprob_change(x, m),
     }

@@ -1,4 +1,4 @@
-"""KL, token rewards, importance weights."""
+"""KL, token rewards, endings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl import adaptive_kl_coef, importance_weights, kl_estimate, masked_mean, token_rewards
+from jaxrl import adaptive_kl_coef, ending_scores, kl_estimate, token_rewards
 from peers.recipe import Outputs, recipe
 
 KINDS = {"mse": "k2", "low_var_kl": "k3"}
@@ -67,14 +67,17 @@ def _(x: Any, p: dict) -> Outputs:
     return {"values_after_each": history}
 
 
-@recipe("verl.compute_rollout_correction_weights")
+@recipe("unirl(own).truncated_reward")
 def _(x: Any, p: dict) -> Outputs:
-    m, level = x.response_mask, p["rollout_is"]
-    weights = importance_weights(
-        x.old_log_prob, x.rollout_log_prob, m, level=level, cap=p["rollout_is_threshold"]
+    """Truncated is what has the length of the limit; here the engine says it."""
+    limit = p["max_new_tokens"]
+    scores = ending_scores(
+        x.rewards,
+        x.response_lengths >= limit,
+        x.response_lengths,
+        mode=p["truncated_reward"],
+        max_length=limit,
+        buffer=p["overlong_buffer_len"],
+        penalty=p["overlong_penalty_factor"],
     )
-    if p["rollout_is_batch_normalize"]:
-        by_row = masked_mean(weights, m, axis=-1)
-        mean = masked_mean(weights, m) if level == "token" else masked_mean(by_row, m.any(-1))
-        weights = weights / mean
-    return {"weights": weights}
+    return {"rewards": scores}
