@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from jaxrl.config import Config, RolloutConfig, SourceConfig
+from jaxrl.config_algorithm_checks import algorithm_rules
 from jaxrl.config_ranges import out_of_range
 from jaxrl.errors import ConfigError
 
@@ -40,10 +41,9 @@ def _combinations(config: Config) -> Iterator[str]:
         _batch,
         _rows,
         _critic,
-        _penalty,
         _sampling,
         _servers,
-        _off_policy,
+        algorithm_rules,
         _schedules,
     )
     for rule in rules:
@@ -148,28 +148,12 @@ def _critic(config: Config) -> Iterator[str]:
     if critic.warmup_iterations and not config.needs_critic:
         yield (
             f"critic.warmup_iterations={critic.warmup_iterations} needs a critic, which "
-            "algorithm.advantage_mode=grpo has not; set it to 0"
+            f"algorithm.advantage_mode={config.algorithm.advantage_mode} has not; set it to 0"
         )
     elif critic.warmup_iterations >= config.iterations:
         yield (
             f"critic.warmup_iterations={critic.warmup_iterations} must be less than "
             f"iterations={config.iterations}, or the policy is never trained"
-        )
-
-
-def _penalty(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.kl_target is not None and algorithm.kl_in != "reward":
-        yield (
-            f"algorithm.kl_target={algorithm.kl_target} adapts the penalty in the reward, but "
-            f"algorithm.kl_in={algorithm.kl_in}; set kl_in=reward, or kl_target=null"
-        )
-    elif algorithm.kl_target is not None and algorithm.kl_coef == 0:
-        yield "algorithm.kl_coef=0 stays 0 however it adapts to kl_target; start above 0"
-    if algorithm.kl_in == "loss" and algorithm.kl_kind == "k1":
-        yield (
-            "algorithm.kl_kind=k1 has a gradient of zero on average in the loss; with "
-            "algorithm.kl_in=loss set kl_kind to k2 (or k3, abs)"
         )
 
 
@@ -226,23 +210,6 @@ def _servers(config: Config) -> Iterator[str]:
         yield (
             f"rollout.publish_dir={rollout.publish_dir!r} is read for rollout.publish=disk only; "
             "set it to null"
-        )
-
-
-def _off_policy(config: Config) -> Iterator[str]:
-    algorithm, rollout = config.algorithm, config.rollout
-    if algorithm.old_logprobs == "rollout" and algorithm.importance != "off":
-        yield (
-            f"algorithm.importance={algorithm.importance} weighs the trainer's old "
-            "log-probabilities against the sampler's, which algorithm.old_logprobs=rollout makes "
-            "the same; set importance=off, or old_logprobs=trainer"
-        )
-    uncorrected = algorithm.old_logprobs == "trainer" and algorithm.importance == "off"
-    if rollout.engine == "sglang" and rollout.max_staleness and uncorrected:
-        yield (
-            f"rollout.max_staleness={rollout.max_staleness} trains on samples of older weights; "
-            "set algorithm.importance to token or sequence, or algorithm.old_logprobs=rollout, to "
-            "account for that"
         )
 
 

@@ -16,7 +16,7 @@ from jaxrl.packing import Plan, pack, plan, slot_counts
 from jaxrl.progress import Progress
 from jaxrl.rewards import adaptive_kl_coef
 from jaxrl.rollouts import Batch
-from jaxrl.scoring import Scores
+from jaxrl.scoring import total_scores
 from jaxrl.setup import Run
 from jaxrl.sharding import batch_sharding, row_multiple
 from jaxrl.stopping import StopSignal
@@ -46,7 +46,7 @@ def iterate(
     config, iteration = run.config, int(state.iteration)
     with progress.phase("rollout", total=config.trajectories) as count:
         batch = run.rollouts.take(iteration, on_done=lambda finished: count(len(finished)))
-        trajectories, scores = batch.trajectories, batch.scores
+        trajectories = batch.trajectories
         run.engine.rest()
     stop.check()
     with progress.phase("pack"):
@@ -71,9 +71,10 @@ def iterate(
                 per_update.append(metrics)
         per_update = jax.device_get(per_update)
         state = _finish(config, state, figures, len(kept), moments)
-    metrics = _metrics(run, state, trajectories, scores, layout, figures, per_update)
+    metrics = _metrics(run, state, batch, layout, figures, per_update)
+    metrics["reward/trained_mean"] = float(np.mean(outcomes.scores[: len(kept)] if kept else 0.0))
     metrics |= _provenance(config, iteration, trajectories) | batch.figures | run.engine.figures()
-    return IterationResult(state, metrics, batch, scores.values)
+    return IterationResult(state, metrics, batch, total_scores(trajectories, batch.scores))
 
 
 def _provenance(
@@ -144,16 +145,15 @@ def _finish(
 def _metrics(
     run: Run,
     state: TrainState,
-    trajectories: Sequence[Trajectory],
-    scores: Scores,
+    batch: Batch,
     layout: Plan,
     figures: dict[str, Any],
     per_update: list[dict[str, Any]],
 ) -> dict[str, float]:
     """Everything of the iteration that is not a time."""
-    first = per_update[0]
+    first, trajectories, scores = per_update[0], batch.trajectories, batch.scores
     lengths = [len(t.response_ids) for t in trajectories]
-    valid = scores.values[scores.valid]
+    valid = total_scores(trajectories, scores)[scores.valid]
     metrics: dict[str, Any] = {
         "reward/mean": valid.mean() if len(valid) else np.nan,
         "reward/std": valid.std() if len(valid) else np.nan,
