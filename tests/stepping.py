@@ -102,10 +102,16 @@ def lay_out(
     return jax.tree.map(jnp.asarray, pack(ts, layout, **slots))
 
 
-def make_state(algorithm: AlgorithmConfig, lr: float = 0.05) -> tuple[TrainState, Any, Any]:
+def make_state(
+    algorithm: AlgorithmConfig, lr: float = 0.05, clip: float = 1.0
+) -> tuple[TrainState, Any, Any]:
     policy, value = make_params()
     policy_optimizer, value_optimizer = (
-        make_optimizer(OptimizerConfig(lr=lr), 100, lambda p: jax.tree.map(lambda _: True, p))
+        make_optimizer(
+            OptimizerConfig(lr=lr, max_grad_norm=clip),
+            100,
+            lambda p: jax.tree.map(lambda _: True, p),
+        )
         for _ in range(2)
     )
     state = TrainState(
@@ -134,12 +140,18 @@ def make_outcomes(ts: list[Trajectory]) -> Outcomes:
 
 
 def prepare(
-    algorithm: AlgorithmConfig, ts: list[Trajectory], packed: PackedBatch, *, chunk: int | None = 4
+    algorithm: AlgorithmConfig,
+    ts: list[Trajectory],
+    packed: PackedBatch,
+    *,
+    chunk: int | None = 4,
+    forward: Forward = FORWARD,
+    clip: float = 1.0,
 ) -> tuple[TrainState, Any, Any, Any, Any]:
     """State, compiled update, train batch, batch metrics, anchors."""
-    state, policy_optimizer, value_optimizer = make_state(algorithm)
+    state, policy_optimizer, value_optimizer = make_state(algorithm, clip=clip)
     score = jax.jit(
-        make_score_step(FORWARD, chunk_size=chunk, temperature=0.7, with_reference=True)
+        make_score_step(forward, chunk_size=chunk, temperature=0.7, with_reference=True)
     )
     ref, _ = make_params(seed=9)
     anchors = score(state.policy_params, state.value_params, ref, packed)
@@ -147,7 +159,7 @@ def prepare(
     batch, figures = advantage(packed, anchors, make_outcomes(ts), state.kl_coef)
     update = jax.jit(
         make_update_step(
-            FORWARD,
+            forward,
             algorithm,
             policy_optimizer,
             value_optimizer,
