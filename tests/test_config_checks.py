@@ -66,6 +66,40 @@ BAD = [
         "algorithm.kl_coef=0 stays",
     ),
     ("algorithm.kl_in=loss", "algorithm.kl_kind=k1 has a gradient of zero .* kl_kind to k2"),
+    (
+        "algorithm.kl_weighted=true",
+        "kl_weighted=True is read with kl_in=loss only; set it to false",
+    ),
+    # advantages and endings
+    (f"{GRPO} algorithm.lam_alpha=0.05", "lam_alpha=0.05 is read with advantage_mode=gae .* null"),
+    (f"{GRPO} algorithm.value_lam=1", "value_lam=1.0 is read with advantage_mode=gae only"),
+    (f"{GRPO} algorithm.gae_over=response", "gae_over=response is read .* set it to policy_tokens"),
+    ("algorithm.group_scale=loo", "group_scale=loo is read with advantage_mode=grpo .* to std"),
+    (
+        "algorithm.advantage_mode=returns critic.warmup_iterations=1",
+        "warmup_iterations=1 needs a critic, which algorithm.advantage_mode=returns has not",
+    ),
+    ("algorithm.whiten=group rollout.samples=1", "whiten=group with rollout.samples=1"),
+    (f"{GRPO} algorithm.truncated=bootstrap", "truncated=bootstrap .* advantage_mode=grpo has no"),
+    ("algorithm.truncated=soft", r"overlong_buffer=0 must lie in \[1, 128\]"),
+    ("algorithm.truncated=soft algorithm.overlong_buffer=129", "overlong_buffer=129 must lie in"),
+    ("algorithm.overlong_buffer=9", "overlong_buffer=9 is read with truncated=soft only"),
+    ("algorithm.overlong_penalty=2", "overlong_penalty=2.0 is read with truncated=soft only"),
+    (
+        "algorithm.truncated=mask algorithm.missing_eos_penalty=1",
+        "missing_eos_penalty=1.0 is for truncated responses",
+    ),
+    ("algorithm.nll_above=1", "nll_above=1.0 is read with nll_coef above 0 only"),
+    ("algorithm.nll_coef=1 algorithm.nll_above=.nan", "algorithm.nll_above=nan must lie in"),
+    # rejection
+    ("algorithm.importance_cap=3", "importance_cap=3.0 is read with importance token or sequence"),
+    ("algorithm.rejection_low=0.1", "rejection_low=0.1 is read with rejection other than off"),
+    ("algorithm.rejection_high=9", "rejection_high=9.0 is read with rejection other than off"),
+    ("algorithm.rejection=token algorithm.rejection_low=2", "rejection_low=2.0 must be below"),
+    (
+        "algorithm.rejection=token algorithm.rejection_low=1.1",
+        "rejection_low=1.1 .* put 1 between them",
+    ),
     # sampling
     ("rollout.temperature=0", "rollout.temperature=0.0 .* greedy"),
     ("rollout.top_k=5", "rollout.top_k=5 samples from another distribution .* rollout.top_k=0"),
@@ -146,6 +180,14 @@ def test_refused(overrides: str, message: str) -> None:
         "mesh.data=8 mesh.fsdp=-1",
         "mesh.fsdp=1 mesh.tensor=-1",
         f"{GRPO} rollout.samples=2",
+        f"{GRPO} algorithm.whiten=batch algorithm.group_scale=none",
+        "algorithm.advantage_mode=returns algorithm.gae_over=response",
+        "algorithm.lam_alpha=0.05 algorithm.value_lam=1 algorithm.nll_coef=0.1",
+        "algorithm.truncated=soft algorithm.overlong_buffer=128 algorithm.overlong_penalty=2",
+        "algorithm.truncated=bootstrap algorithm.missing_eos_penalty=1",
+        "algorithm.kl_in=loss algorithm.kl_weighted=true",
+        "algorithm.rejection=geometric algorithm.old_logprobs=rollout",
+        "algorithm.rejection=token algorithm.rejection_low=1 algorithm.rejection_high=1.5",
         "rollout.samples=1",
         "critic.kind=model critic.path=m",
         "critic.trunk_gradient=false critic.warmup_iterations=99",
@@ -182,16 +224,22 @@ def test_ranges_hold_at_their_ends(key: str, interval: str) -> None:
     for value in outside:
         if whole and value == float("inf"):
             continue
-        text = {"inf": ".inf", "nan": ".nan"}.get(str(value), str(int(value) if whole else value))
+        text = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(
+            str(value), str(int(value) if whole else value)
+        )
         with pytest.raises(ConfigError) as caught:
             check_config(load_config([], [*base, f"{key}={text}"]))
         assert f"{key}=" in str(caught.value) and interval in str(caught.value)
 
 
 def test_every_number_has_a_range_or_a_rule_of_its_own() -> None:
-    ruled = {"data.train.seed", "data.eval.seed", "reward.functions[i].weight"}
-    ruled |= {"mesh.data", "mesh.fsdp", "mesh.tensor"}
-    numbers = {s.key for s in settings() if s.allowed.startswith(("an integer", "a number"))}
+    ruled = {"data.train.seed", "data.eval.seed", "mesh.data", "mesh.fsdp", "mesh.tensor"}
+    # Entries of lists have their own rules, tested with those.
+    numbers = {
+        s.key
+        for s in settings()
+        if s.allowed.startswith(("an integer", "a number")) and "[i]" not in s.key
+    }
     assert numbers == set(_RANGES) | ruled
 
 

@@ -40,13 +40,21 @@ SIGNATURES = {
     "explained_variance": "values, returns, mask",
     "adaptive_kl_coef": "coef, observed_kl, *, target, horizon, n",
     "sum_finite": "parts",
+    "adaptive_lambda": "lengths, alpha",
+    "whiten_groups": "x, mask, group_ids, num_groups, *, eps=1e-08",
+    "sequence_log_ratio": "logprobs, old_logprobs, mask, *, segment_ids=None",
+    "within_bounds": "logprobs, behaviour_logprobs, mask, *, low, high, level='token', "
+    "segment_ids=None",
+    "overlong_penalty": "lengths, *, max_length, buffer, penalty=1.0",
+    "ending_scores": "scores, truncated, lengths, *, mode='keep', max_length=0, buffer=0, "
+    "penalty=1.0, missing_eos_penalty=0.0",
 }
 FIELDS = {
     "Advantages": ("advantages", "returns"),
     "PolicyLoss": ("per_token", "ratio", "clipped", "dual_clipped"),
     "ValueLoss": ("per_token", "clipped"),
 }
-MATHS = ("advantages", "logprobs", "losses", "reduce", "rewards")
+MATHS = ("advantages", "groups", "logprobs", "losses", "ratios", "reduce", "rewards")
 
 
 def test_all_is_literal_sorted_complete_and_importable() -> None:
@@ -112,6 +120,12 @@ CALLS = {
     "explained_variance": lambda f: f(X, X, M),
     "adaptive_kl_coef": lambda f: f(0.1, jnp.float32(0.2), target=0.1, horizon=100, n=4),
     "sum_finite": lambda f: f([jaxrl.Weighted(1.0, 1.0)]),
+    "adaptive_lambda": lambda f: f([3, 40], 0.05),
+    "whiten_groups": lambda f: f(X, M, IDS, 2, eps=0),
+    "sequence_log_ratio": lambda f: f(X, jnp.asarray(X), M, segment_ids=IDS),
+    "within_bounds": lambda f: f(X, X, M, low=0, high=2, level="geometric", segment_ids=IDS),
+    "overlong_penalty": lambda f: f(X, max_length=8, buffer=2),
+    "ending_scores": lambda f: f(X, M, X, mode="soft", max_length=8, buffer=2),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl import adaptive_kl_coef, gae, token_rewards
+from jaxrl import adaptive_kl_coef, ending_scores, gae, overlong_penalty, token_rewards
 
 close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
 NAN = float("nan")
@@ -162,3 +162,44 @@ def test_on_target_the_coefficient_stays() -> None:
 def test_controller_refusals(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
         adaptive_kl_coef(0.1, 0.1, **({"target": 0.1, "horizon": 10, "n": 1} | wrong))
+
+
+# --- endings ---
+
+
+def test_overlong_penalty_by_hand() -> None:
+    """DAPO, equation 13: limit 20, buffer 4; nothing up to 16, half at 18, all from 20 on."""
+    got = overlong_penalty([1, 16, 17, 18, 20, 25], max_length=20, buffer=4, penalty=2.0)
+    np.testing.assert_allclose(got, [0, 0, -0.5, -1.0, -2.0, -2.0], atol=1e-6)
+    with pytest.raises(ValueError, match="buffer=0"):
+        overlong_penalty([1], max_length=20, buffer=0)
+    with pytest.raises(ValueError, match="penalty=-1"):
+        overlong_penalty([1], max_length=20, buffer=4, penalty=-1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("keep", [1.0, 2.0, 3.0]),
+        ("mask", [1.0, 2.0, 3.0]),
+        ("zero", [1.0, 0.0, 3.0]),
+        ("bootstrap", [1.0, 0.0, 3.0]),
+        ("soft", [1.0, 1.0, 2.5]),
+    ],
+)
+def test_what_a_truncated_response_scores(mode: Any, expected: list[float]) -> None:
+    """The second is cut at the limit of 8; the third ends by itself at 6, in the buffer of 4."""
+    given = ([1.0, 2.0, 3.0], [False, True, False], [3, 8, 6])
+    limits = {"max_length": 8, "buffer": 4, "penalty": 1.0}
+    np.testing.assert_allclose(ending_scores(*given, mode=mode, **limits), expected, atol=1e-6)
+    fined = ending_scores(*given, mode=mode, missing_eos_penalty=0.5, **limits)
+    np.testing.assert_allclose(fined, np.array(expected) - [0, 0.5, 0], atol=1e-6)
+
+
+def test_ending_scores_refuses_what_it_cannot_mean() -> None:
+    with pytest.raises(ValueError, match="mode='cut'"):
+        ending_scores([1.0], [True], [1], mode="cut")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="missing_eos_penalty=-1"):
+        ending_scores([1.0], [True], [1], missing_eos_penalty=-1)
+    with pytest.raises(ValueError, match=r"truncated has shape \(2,\)"):
+        ending_scores([1.0], [True, False], [1])
