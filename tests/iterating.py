@@ -121,6 +121,26 @@ def iterations(
     config: Config, count: int, batches: Sequence[tuple[list[Trajectory], Scores]]
 ) -> tuple[TrainState, list[dict[str, float]]]:
     """Run `iterate` on these batches; the last state and the metrics of each iteration."""
+    return iterations_of(
+        config,
+        batches[:count],
+        steps=toy_steps(config),
+        state=toy_state(config),
+        reference=make_params(seed=9)[0],
+        mesh=make_mesh(config.mesh),
+    )
+
+
+def iterations_of(
+    config: Config,
+    batches: Sequence[tuple[list[Trajectory], Scores]],
+    *,
+    steps: Any,
+    state: TrainState,
+    reference: Any,
+    mesh: Any,
+) -> tuple[TrainState, list[dict[str, float]]]:
+    """The same with any steps."""
     numbered = iter(batches)
 
     def take(_iteration: int, on_done: Any) -> Batch:
@@ -130,20 +150,15 @@ def iterations(
 
     run: Any = SimpleNamespace(
         config=config,
-        mesh=make_mesh(config.mesh),
-        steps=toy_steps(config),
+        mesh=mesh,
+        steps=steps,
         rollouts=SimpleNamespace(take=take),
         engine=SimpleNamespace(rest=lambda: None, figures=dict),
     )
-    state, reference, metrics = toy_state(config), make_params(seed=9)[0], []
-    for _ in range(count):
-        result = iterate(
-            run,
-            state,
-            reference if config.needs_reference else None,
-            Progress(count, enabled=False),
-            StopSignal(),
-        )
+    metrics = []
+    for _ in batches:
+        progress, stop = Progress(len(batches), enabled=False), StopSignal()
+        result = iterate(run, state, reference if config.needs_reference else None, progress, stop)
         state = result.state
         metrics.append(result.metrics)
     return state, metrics
