@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.errors import ConfigError, DataError
-from jaxrl.packing import pack, plan
+from jaxrl.packing import pack, plan, slot_counts
 from jaxrl.types import Prompt, Trajectory
 
 
@@ -94,6 +96,49 @@ def test_tool_tokens_are_in_the_row_but_not_among_the_policy_tokens():
     assert packed.policy_index[0, 0, 0].tolist()[:2] == [1, 4]
     assert packed.policy_valid[0, 0, 0].sum() == 2
     assert packed.behaviour_logprobs[0, 0, 0].tolist()[:2] == [0.0, -1.5]
+
+
+def test_slots_for_every_token_and_for_the_state_after_the_last_by_hand():
+    """One trajectory with a tool's two tokens inside and one behind, and one without any."""
+    a = dataclasses.replace(
+        trajectory([7, 8], [1, 2, 3, 4, 5], (True, False, False, True, False)),
+        rewards=(0.0, 0.5, 0.25, 0.0, 2.0),
+    )
+    b = trajectory([9], [6])
+    for every_token, end_state in ((False, False), (True, False), (False, True), (True, True)):
+        options = {"every_token": every_token, "end_state": end_state}
+        counts = slot_counts([a, b], **options)
+        assert counts == [(5 if every_token else 2) + end_state, 1 + end_state]
+        layout = plan([2, 1], [5, 1], counts, updates=1, micro_batch_tokens=16, row_lengths=[16])
+        packed = pack([a, b], layout, **options)
+        row = slice(0, sum(counts))
+        end_a, end_b = ([x] * end_state for x in (True, True))
+        steps = [True] * (counts[0] - end_state) + [not x for x in end_a]
+        steps += [True] + [not x for x in end_b]
+        own = [True, False, False, True, False] if every_token else [True, True]
+        valid = own + [False] * end_state + [True] + [False] * end_state
+        index = [2, 3, 4, 5, 6] if every_token else [2, 5]
+        assert packed.policy_steps[0, 0, 0][row].tolist() == steps
+        assert packed.policy_valid[0, 0, 0][row].tolist() == valid
+        assert packed.policy_segments[0, 0, 0][row].tolist() == [1] * counts[0] + [2] * counts[1]
+        # The state behind the last token is read at that token, every other one before its own.
+        before = [i - 1 for i in index] + [6] * end_state + [7] + [8] * end_state
+        assert packed.policy_before[0, 0, 0][row].tolist() == before
+        # A reward where no step is belongs to the step before it.
+        rewards = [0, 0.5, 0.25, 0, 2] if every_token else [0.75, 2]
+        expected = rewards + [0] * end_state + [0] + [0] * end_state
+        assert packed.rewards[0, 0, 0][row].tolist() == expected
+        for field in dataclasses.fields(packed):  # and nothing behind
+            if field.name.startswith(("policy", "rewards", "trajectory", "behaviour")):
+                assert not getattr(packed, field.name)[0, 0, 0][row.stop :].any()
+
+
+def test_a_reward_before_the_first_step_counts_at_the_first():
+    t = dataclasses.replace(trajectory([7], [1, 2], (False, True)), rewards=(3.0, 0.5))
+    packed = pack([t], lay([t]))
+    assert (
+        packed.rewards[0, 0, 0].tolist() == [3.5, 0, 0, 0, 0, 0, 0, 0][: packed.rewards.shape[-1]]
+    )
 
 
 def test_micro_batches_are_a_power_of_two_with_the_empty_ones_last():
