@@ -26,8 +26,16 @@ from typing import Any
 __all__: list[str] = []
 
 
-class _Unusable(Exception):
-    """What a function returned is not one number for each completion."""
+def _beside(name: str) -> ModuleType:
+    """A module of this folder, by its place: importing the package would load JAX here."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_values = _beside("reward_values")
 
 
 def _main(commands: int, lifeline: int) -> None:
@@ -74,15 +82,6 @@ def _load(
     return ("loaded",)
 
 
-def _beside(name: str) -> ModuleType:
-    """A module of this folder, by its place: importing the package would load JAX here."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _call(function: Callable[..., Any], batch: dict[str, list[Any]]) -> Iterator[tuple[Any, ...]]:
     try:
         answer = _outcome(function, batch)
@@ -98,10 +97,14 @@ def _call(function: Callable[..., Any], batch: dict[str, list[Any]]) -> Iterator
 
 
 def _outcome(function: Callable[..., Any], batch: dict[str, list[Any]]) -> tuple[Any, ...]:
-    result = function(**{name: list(column) for name, column in batch.items()})
+    ids = batch["completion_ids"]
+    # Copies: what one function does to its arguments is not seen by the next.
+    arguments = {name: list(column) for name, column in batch.items()}
+    arguments["completion_ids"] = [list(tokens) for tokens in ids]
+    result = function(**arguments)
     try:
-        return ("values", _numbers(result, len(batch["completions"])))
-    except _Unusable as error:
+        return ("values", _values.read_rewards(result, [len(tokens) for tokens in ids]))
+    except _values.UnusableReward as error:
         return ("unusable", str(error))
 
 
@@ -113,29 +116,6 @@ def _culprit(function: Callable[..., Any], batch: dict[str, list[Any]]) -> int |
         except BaseException:
             return index
     return None
-
-
-def _numbers(result: Any, count: int) -> list[float | None]:
-    given = type(result).__name__
-    try:
-        length = len(result)
-    except TypeError:
-        raise _Unusable(f"returned one {given} for {count} completions") from None
-    if isinstance(result, str | bytes | dict | set | frozenset):
-        raise _Unusable(f"returned a {given} for {count} completions")
-    if length != count:
-        raise _Unusable(f"returned {length} values for {count} completions")
-    return [_number(value, index) for index, value in enumerate(result)]
-
-
-def _number(value: Any, index: int) -> float | None:
-    if value is None:
-        return None
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()  # a NumPy scalar, or an array or tensor without axes
-    if isinstance(value, int | float):
-        return float(value)
-    raise _Unusable(f"returned {value!r} ({type(value).__name__}) for completion {index}")
 
 
 if __name__ == "__main__":

@@ -1,30 +1,28 @@
-"""Scores of completions: reward functions run in a worker process, under a time limit.
+"""Scores of completions: the weighted sum of reward functions, reward models and reward servers.
 
-The functions run in the main thread of a process of their own (`reward_worker`), so that one that
-uses `signal.alarm`, hangs or crashes cannot take the run with it, and what they return is checked
-before it can reach an advantage.
+Whatever a source answers is checked here before it can reach an advantage.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
-from jaxrl.config import RewardFunctionConfig
+from jaxrl.config import RewardConfig
 from jaxrl.errors import RewardError
-from jaxrl.reward_process import RewardProcess
+from jaxrl.function_rewards import FunctionRewards
+from jaxrl.reward_request import Asked, RewardSource, shown
+from jaxrl.reward_values import Reward
 from jaxrl.types import Prompt, Trajectory
 
 __all__ = ["Scorer", "Scores", "score_trajectories", "total_scores"]
-
-_IMPORT_S = 300.0
-"""Seconds the functions' modules may take to import; a cold machine can be very slow at it."""
 
 
 @dataclass(frozen=True)
@@ -32,44 +30,43 @@ class Scores:
     """What a batch of N completions is worth."""
 
     values: np.ndarray
-    """float32 [N], the weighted sum; 0 where not valid."""
+    """float32 [N], the weighted sum of the rewards of whole completions; 0 where not valid."""
     valid: np.ndarray
-    """bool [N]; False where a function gave None, NaN or inf."""
+    """bool [N]; False where a source gave None, NaN or inf, for the completion or a token."""
     per_function: dict[str, np.ndarray]
-    """float32 [N] for each function, before its weight; NaN where it gave no number."""
+    """float32 [N] for each function, model and server, before its weight: what it gave, its tokens
+    added up; NaN where it gave no number."""
     tokens: tuple[np.ndarray | None, ...] = ()
     """float32 rewards of each completion's tokens beside `values`, None where there are none; empty
     where no source gave any."""
 
 
 class Scorer:
-    """Runs reward functions; also a context manager that closes itself."""
+    """Asks all sources of rewards; usable from several threads; closes itself as a context."""
 
-    def __init__(
-        self,
-        functions: Sequence[RewardFunctionConfig],
-        timeout_s: float,
-        on_invalid: Literal["error", "drop"],
-    ) -> None:
-        """Start the worker and import the functions there.
+    def __init__(self, reward: RewardConfig, mesh: Mesh | None = None) -> None:
+        """Start the worker, import the functions there, and load the models.
+
+        Without any source all scores are 0: rewards then come from an environment.
 
         Args:
-            functions: At least one, each named once.
-            timeout_s: Seconds a call of one function may take.
-            on_invalid: None, NaN or inf raises, or makes the completion invalid.
+            reward: The settings.
+            mesh: Devices for the reward models; None: the default device.
 
         Raises:
-            RewardError: A function cannot be imported; names its place in the settings.
+            RewardError: A function cannot be imported or a model not be used; names its place in
+                the settings.
         """
-        if not functions:
-            raise RewardError(
-                "there are no reward functions; name at least one in reward.functions"
-            )
-        self._functions = list(functions)
-        self._timeout_s = timeout_s
-        self._on_invalid = on_invalid
-        self._worker: RewardProcess | None = None
-        self._start()
+        self._on_invalid = reward.on_invalid
+        self._lock = threading.Lock()
+        self._sources: list[RewardSource] = []
+        try:
+            for source in _sources(reward, mesh):
+                self._sources.append(source)
+        except BaseException:
+            self.close()
+            raise
+        self._names = _unique([name for source in self._sources for name, _, _ in source.parts])
 
     def __enter__(self) -> Scorer:
         """The scorer itself."""
@@ -93,7 +90,9 @@ class Scorer:
         """Score `completions`.
 
         A function is called as ``fn(prompts=, completions=, completion_ids=, **columns)``, every
-        argument a list with one entry a completion; a column that a row lacks is None there.
+        argument a list with one entry a completion; a column that a row lacks is None there. A
+        function or server gives for each completion a number, or a list with one for each of its
+        token ids; the latter are added up in `Scores.tokens`, apart from the former.
 
         Args:
             prompts: The prompt of each completion.
@@ -101,129 +100,71 @@ class Scorer:
             completion_ids: Token ids of each completion.
 
         Raises:
-            RewardError: A function raised (with its traceback and the prompt), took too long, or
-                did not return one number for each completion.
+            RewardError: A source failed, took too long, or did not give one reward a completion.
         """
-        count = len(completions)
-        if not len(prompts) == len(completion_ids) == count:
+        if not len(prompts) == len(completion_ids) == len(completions):
             raise ValueError(
-                f"prompts ({len(prompts)}), completions ({count}) and completion_ids "
+                f"prompts ({len(prompts)}), completions ({len(completions)}) and completion_ids "
                 f"({len(completion_ids)}) must be equally many"
             )
-        if not count:
-            none = {function.fn: np.zeros(0, np.float32) for function in self._functions}
-            return Scores(np.zeros(0, np.float32), np.zeros(0, bool), none)
-        worker = self._start()
-        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-        batch = {
-            "prompts": [prompt.text for prompt in prompts],
-            "completions": list(completions),
-            "completion_ids": [list(ids) for ids in completion_ids],
-        } | {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        self._ask(worker, ("batch", batch), self._timeout_s, "reading the batch")
-        total = np.zeros(count, np.float64)
-        per_function = {}
-        for index, function in enumerate(self._functions):
-            values = self._call(worker, index, prompts)
-            per_function[function.fn] = values.astype(np.float32)
-            total += function.weight * values
-        values = self._finite(total, total, "the weighted sum of the reward functions", prompts)
-        values = values.astype(np.float32)
-        valid = np.isfinite(values)
-        return Scores(np.where(valid, values, np.float32(0)), valid, per_function)
+        with self._lock:
+            return self._score(Asked(prompts, completions, completion_ids), self._on_invalid)
 
     def probe(self, prompts: Sequence[Prompt]) -> None:
-        """Call every function once, with empty completions for the first `prompts`.
+        """Ask every source once, with empty completions for the first `prompts`.
 
-        A function that raises, needs a column the data lacks or returns something unusable is then
-        found before the first rollout. None, NaN and inf are not complaints here.
+        A function that raises or needs a column the data lacks, a prompt that a model cannot read,
+        a server that is down: found before the first rollout. None, NaN and inf are not complaints
+        here.
         """
         few = list(prompts[:2])
-        strict, self._on_invalid = self._on_invalid, "drop"
-        try:
-            self.score(few, [""] * len(few), [[]] * len(few))
-        finally:
-            self._on_invalid = strict
+        with self._lock:
+            for source in self._sources:
+                source.check(prompts)
+            self._score(Asked(few, [""] * len(few), [[]] * len(few)), "drop")
 
     def close(self) -> None:
-        """End the worker; the next `score` would start another."""
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker = None
+        """End the worker and what is under way; the next `score` would start another.
 
-    def _start(self) -> RewardProcess:
-        """The running worker, or a new one with the functions loaded."""
-        if self._worker is not None and self._worker.alive():
-            return self._worker
-        self.close()
-        worker = self._worker = RewardProcess()
-        names = [function.fn for function in self._functions]
-        answer = self._ask(worker, ("load", sys.path, names), _IMPORT_S, "importing")
-        if answer[0] == "missing":
-            self.close()
-            _, index, text = answer
-            raise RewardError(
-                f"reward.functions[{index}].fn={names[index]!r} cannot be used: {text}; "
-                "give module:function, importable from here"
-            )
-        return worker
+        Does not wait for another thread's `score`, which then fails.
+        """
+        for source in self._sources:
+            source.close()
 
-    def _call(self, worker: RewardProcess, index: int, prompts: Sequence[Prompt]) -> np.ndarray:
-        """The function's numbers, float64 [N], NaN where there is none."""
-        name = self._functions[index].fn
-        kind, content = self._ask(worker, ("call", index), self._timeout_s, name)
-        if kind == "unusable":
-            raise RewardError(
-                f"reward function {name} {content}; it must return one float for each"
-            )
-        if kind == "raised":
-            _, culprit = self._ask(worker, None, self._timeout_s, name, default=("culprit", None))
-            at = "" if culprit is None else f" for completion {culprit}, {_shown(prompts[culprit])}"
-            raise RewardError(f"reward function {name} raised an exception{at}:\n{content}")
-        values = np.array([math.nan if value is None else value for value in content], np.float64)
-        return self._finite(values, content, f"reward function {name}", prompts)
+    def _score(self, asked: Asked, on_invalid: str) -> Scores:
+        count = len(asked.completions)
+        total = np.zeros(count, np.float64)
+        tokens: list[np.ndarray | None] = [None] * count
+        per_function = {name: np.zeros(count, np.float32) for name in self._names}
+        if not count:
+            return Scores(total.astype(np.float32), np.zeros(0, bool), per_function)
+        for name, (who, weight, rewards) in zip(self._names, self._rewards(asked), strict=True):
+            given = _finite(rewards, who, asked.prompts, on_invalid)
+            per_function[name] = np.array([np.sum(reward) for reward in given], np.float32)
+            for i, reward in enumerate(given):
+                if reward.ndim:
+                    before = tokens[i]
+                    tokens[i] = weight * reward + (0.0 if before is None else before)
+                else:
+                    total[i] += weight * reward
+        who, prompts = "the weighted sum of the rewards", asked.prompts
+        values = np.array(_finite(total.tolist(), who, prompts, on_invalid), np.float32)
+        listed = [0.0 if given is None else given.tolist() for given in tokens]
+        summed = _finite(listed, f"{who} of tokens", prompts, on_invalid)
+        valid = np.isfinite(values) & np.array([np.isfinite(given).all() for given in summed])
+        kept = tuple(
+            given.astype(np.float32) if given.ndim and use else None
+            for given, use in zip(summed, valid, strict=True)
+        )
+        some = any(given is not None for given in kept)
+        values = np.where(valid, values, np.float32(0))
+        return Scores(values, valid, per_function, kept if some else ())
 
-    def _finite(
-        self, values: np.ndarray, given: Any, who: str, prompts: Sequence[Prompt]
-    ) -> np.ndarray:
-        """`values`, NaN where float32 has no finite number for them; or an error, as configured."""
-        bad = np.flatnonzero(~(np.abs(values) <= np.finfo(np.float32).max))
-        if bad.size and self._on_invalid == "error":
-            first = int(bad[0])
-            raise RewardError(
-                f"{who} returned {given[first]} for completion {first}, "
-                f"{_shown(prompts[first])} ({bad.size} of {len(values)} completions); return a "
-                "finite number, or set reward.on_invalid=drop to leave such completions out"
-            )
-        values = values.copy()
-        values[bad] = math.nan
-        return values
-
-    def _ask(
-        self,
-        worker: RewardProcess,
-        request: Any,
-        seconds: float,
-        what: str,
-        default: tuple[Any, ...] | None = None,
-    ) -> tuple[Any, ...]:
-        """Send `request` (None: nothing more) and wait for the answer; a silent worker is ended."""
-        try:
-            return worker.ask(request, seconds)
-        except TimeoutError:
-            self.close()
-            if default is not None:
-                return default
-            raise RewardError(
-                f"reward function worker: {what} took longer than {seconds:g} s; make it faster, "
-                "or raise reward.timeout_s"
-            ) from None
-        except (EOFError, OSError):
-            code = worker.exit_code()
-            self.close()
-            raise RewardError(
-                f"reward function worker died with exit code {code} in {what}"
-            ) from None
+    def _rewards(self, asked: Asked) -> Iterator[tuple[str, float, list[Reward]]]:
+        """Of every part of every source: what messages call it, its weight, what it gives."""
+        for source in self._sources:
+            for (_, who, weight), rewards in zip(source.parts, source.ask(asked), strict=True):
+                yield who, weight, rewards
 
 
 def score_trajectories(
@@ -246,6 +187,47 @@ def total_scores(trajectories: Sequence[Trajectory], scores: Scores) -> np.ndarr
     return totals
 
 
-def _shown(prompt: Prompt) -> str:
-    text = prompt.text if len(prompt.text) <= 200 else prompt.text[:200] + "..."
-    return f"row {prompt.row}, prompt {text!r}"
+def _sources(reward: RewardConfig, mesh: Mesh | None) -> Iterator[RewardSource]:
+    if reward.functions:
+        yield FunctionRewards(reward.functions, reward.timeout_s)
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """The names, those that came before numbered.
+
+    >>> _unique(["a", "b", "a"])
+    ['a', 'b', 'a#2']
+    """
+    counts = [names[:i].count(name) + 1 for i, name in enumerate(names)]
+    return [n if count == 1 else f"{n}#{count}" for n, count in zip(names, counts, strict=True)]
+
+
+def _finite(
+    rewards: Sequence[Reward], who: str, prompts: Sequence[Prompt], on_invalid: str
+) -> list[np.ndarray]:
+    """Each reward as float64, without axes or [tokens]; one NaN where some number is not finite.
+
+    Raises:
+        RewardError: A number is None, or not finite in float32, and `on_invalid` is "error".
+    """
+    arrays = [
+        np.array([math.nan if v is None else v for v in reward], np.float64)
+        if isinstance(reward, list)
+        else np.array(math.nan if reward is None else reward, np.float64)
+        for reward in rewards
+    ]
+    most = np.finfo(np.float32).max
+    bad = [i for i, array in enumerate(arrays) if not (np.abs(array) <= most).all()]
+    if bad and on_invalid == "error":
+        first, reward, where = bad[0], rewards[bad[0]], ""
+        if isinstance(reward, list):
+            at = int(np.flatnonzero(~(np.abs(arrays[first]) <= most))[0])
+            reward, where = reward[at], f"token {at} of "
+        raise RewardError(
+            f"{who} returned {reward} for {where}completion {first}, {shown(prompts[first])} "
+            f"({len(bad)} of {len(rewards)} completions); return a finite number, or set "
+            "reward.on_invalid=drop to leave such completions out"
+        )
+    for i in bad:
+        arrays[i] = np.array(math.nan)
+    return arrays

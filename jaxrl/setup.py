@@ -98,10 +98,10 @@ def build(config: Config) -> Run:
     mesh = make_mesh(config.mesh)
     optimizers = make_optimizers(config)
     steps = _steps(config, model, mesh, optimizers)
-    scorer = Scorer(config.reward.functions, config.reward.timeout_s, config.reward.on_invalid)
-    scorer.probe(prompts)
     cursor = PromptCursor(prompts, seed=config.seed, shuffle=config.data.shuffle)
+    scorer = Scorer(config.reward, mesh)
     try:
+        scorer.probe(prompts)
         engine = _engine(config, model, folder, prompts)
     except BaseException:
         scorer.close()

@@ -9,15 +9,16 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxrl.config import RewardFunctionConfig
+from jaxrl.config import RewardConfig, RewardFunctionConfig
 from jaxrl.errors import RewardError
-from jaxrl.scoring import Scorer, Scores
-from jaxrl.types import Prompt
+from jaxrl.scoring import Scorer, Scores, total_scores
+from jaxrl.types import Prompt, Trajectory
 
 FUNCTIONS = """
 import math, os, signal, subprocess, sys, time
@@ -37,7 +38,20 @@ def scalar(**_): return 1.0
 def mapping(**_): return {0: 1., 1: 1., 2: 1., 3: 1.}
 def string(**_): return "1111"
 def nothing(**_): return None
-def lists(*, completions, **_): return [[1.0]] * len(completions)
+def short(*, completion_ids, **_):
+    return [0.0] + [[1.0] * (len(ids) - 1) for ids in completion_ids[1:]]
+def table(*, completions, **_): return np.zeros((len(completions), 1, 1))
+def text_token(**_): return [[1.0, "x"]]
+def steps(*, completion_ids, **_):
+    return [0.5 if len(ids) == 1 else [float(t) for t in range(len(ids))] for ids in completion_ids]
+def array_steps(*, completion_ids, **_):
+    return [np.arange(len(ids), dtype=np.float32) for ids in completion_ids]
+def gaps(*, completion_ids, **_): return [[1.0, None], [1.0, math.inf], 3.0, [1.0, 2.0]]
+def huge_steps(*, completion_ids, **_): return [[1e38] * len(ids) for ids in completion_ids]
+def eater(*, completion_ids, **_):
+    result = [len(ids) for ids in completion_ids]
+    for ids in completion_ids: ids.clear()
+    return result
 def bad(*, completions, **_): return [1.0, None, math.nan, math.inf][:len(completions)]
 def huge(*, completions, **_): return [1e300] * len(completions)
 def raiser(*, completions, **_):
@@ -90,7 +104,7 @@ def scorer(
         RewardFunctionConfig(fn=n if ":" in n else f"my_rewards:{n}", weight=weights.get(n, 1.0))
         for n in names
     ]
-    return Scorer(functions, timeout_s, on_invalid)  # type: ignore[arg-type]
+    return Scorer(RewardConfig(functions, timeout_s=timeout_s, on_invalid=on_invalid))  # type: ignore[arg-type]
 
 
 def run(scorer: Scorer, *completions: str, columns: dict[str, object] | None = None) -> Scores:
@@ -151,12 +165,82 @@ def test_the_wrong_number_of_values_is_refused(name: str, given: str) -> None:
         run(s, "a", "b", "c", "d")
 
 
-def test_nested_values_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "completions", "message"),
+    [
+        ("short", ("a", "bb"), "short returned 1 numbers for the 2 tokens of completion 1"),
+        ("table", ("a",), r"table returned .* \(ndarray\) for completion 0"),
+        ("text_token", ("ab",), r"'x' \(str\) for token 1 of completion 0"),
+    ],
+)
+def test_lists_have_a_number_a_token(name: str, completions: tuple[str, ...], message: str) -> None:
+    with scorer(name) as s, pytest.raises(RewardError, match=message):
+        run(s, *completions)
+
+
+def test_rewards_of_tokens_are_kept_apart_from_the_score_and_weighted_alike() -> None:
+    with scorer("steps", "length", "array_steps", steps=2.0, length=0.5, array_steps=-10.0) as s:
+        scores = run(s, "a", "bb", "ccc")
+    # steps: 0.5, [0, 1], [0, 1, 2]; array_steps: [0], [0, 1], [0, 1, 2]
+    np.testing.assert_array_equal(scores.values, [2 * 0.5 + 0.5, 1.0, 1.5])
+    assert [None if t is None else t.tolist() for t in scores.tokens] == [
+        [0],
+        [0, -8],
+        [0, -8, -16],
+    ]
+    assert all(t is None or t.dtype == np.float32 for t in scores.tokens)
+    np.testing.assert_array_equal(scores.per_function["my_rewards:steps"], [0.5, 1, 3])
+    with scorer("steps") as s:
+        first, second = run(s, "a", "bb").tokens
+        assert first is None and second is not None and second.tolist() == [0, 1]
+        assert run(s, "a").tokens == ()  # none has any
+
+
+def test_a_token_without_a_finite_reward_makes_the_completion_invalid() -> None:
+    with scorer("gaps", "length", on_invalid="drop") as s:
+        scores = run(s, "aa", "bb", "cc", "dd")
+    assert scores.valid.tolist() == [False, False, True, True]
+    np.testing.assert_array_equal(scores.values, [0, 0, 5, 2])
+    assert [t is None for t in scores.tokens] == [True, True, True, False]
+    np.testing.assert_array_equal(scores.per_function["my_rewards:gaps"], [np.nan, np.nan, 3, 3])
     with (
-        scorer("lists") as s,
-        pytest.raises(RewardError, match=r"\[1.0\] \(list\) for completion 0"),
+        scorer("gaps") as s,
+        pytest.raises(RewardError, match="None for token 1 of completion 0, row 10.*2 of 4"),
     ):
-        run(s, "a")
+        run(s, "aa", "bb", "cc", "dd")
+
+
+def test_weighted_token_rewards_beyond_float32_are_invalid() -> None:
+    with scorer("huge_steps", on_invalid="drop", huge_steps=10.0) as s:
+        scores = run(s, "aa")
+        assert not scores.valid.any() and scores.tokens == ()
+    with (
+        scorer("huge_steps", huge_steps=10.0) as s,
+        pytest.raises(RewardError, match=r"weighted sum .* of tokens returned 1e\+39 for token 0"),
+    ):
+        run(s, "aa")
+
+
+def test_a_trajectory_is_worth_all_its_rewards() -> None:
+    def trajectory(*rewards: float) -> Trajectory:
+        prompt = Prompt(row=0, ids=(1,), text="p", columns={})
+        return Trajectory(
+            prompt=prompt,
+            sample=0,
+            response_ids=(5, 6),
+            logprobs=(0.0, 0.0),
+            finish_reason="stop",
+            rewards=rewards,
+        )
+
+    scores = Scores(
+        np.array([1.0, 2.0], np.float32),
+        np.ones(2, bool),
+        {},
+        (None, np.array([10.0, 20.0], np.float32)),
+    )
+    totals = total_scores([trajectory(), trajectory(0.5, 0.25)], scores)
+    assert totals.tolist() == [1.0, 32.75]
 
 
 def test_invalid_values_stop_the_run_and_name_the_prompt() -> None:
@@ -259,8 +343,9 @@ def test_built_in_functions_work_by_name() -> None:
 
 
 def test_a_function_cannot_change_what_the_next_one_sees() -> None:
-    with scorer("mutator", "length") as s:
-        np.testing.assert_array_equal(run(s, "a", "bb").values, [2, 4])
+    with scorer("mutator", "eater", "steps", "length") as s:
+        scores = run(s, "a", "bb")
+    np.testing.assert_array_equal(scores.values, [3.5, 6])
 
 
 @pytest.mark.parametrize(
@@ -305,11 +390,42 @@ def test_columns_that_cannot_be_sent_are_named() -> None:
         run(s, "a", columns={"f": lambda: None})
 
 
-def test_unequal_arguments_and_no_functions_are_refused() -> None:
+def test_unequal_arguments_are_refused() -> None:
     with scorer("length") as s, pytest.raises(ValueError, match="equally many"):
         s.score([], ["a"], [[1]])
-    with pytest.raises(RewardError, match="reward.functions"):
-        Scorer([], 1.0, "error")
+
+
+def test_without_any_source_every_score_is_a_valid_zero() -> None:
+    with scorer() as s:
+        scores = run(s, "a", "b")
+        s.probe([])
+    assert scores.values.tolist() == [0, 0] and scores.valid.all()
+    assert scores.per_function == {} and scores.tokens == ()
+
+
+def test_several_threads_may_score_at_once() -> None:
+    texts = [tuple("x" * (i + j) for j in range(1, 4)) for i in range(8)]
+    with scorer("length", "steps") as s, ThreadPoolExecutor(4) as threads:
+        for given, scores in zip(texts, threads.map(lambda t: run(s, *t), texts), strict=True):
+            expected = [len(text) + (0.5 if len(text) == 1 else 0.0) for text in given]
+            assert scores.values.tolist() == expected
+
+
+def test_closing_ends_a_score_of_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pid"
+    monkeypatch.setenv("SCORING_TEST_FILE", str(file))
+    with ThreadPoolExecutor(1) as threads:
+        s = scorer("waiter", timeout_s=50.0)
+        asked = threads.submit(run, s, "a")
+        while not (file.exists() and file.read_text()):
+            time.sleep(0.05)
+        began = time.monotonic()
+        s.close()
+        with pytest.raises(RewardError, match="died"):
+            asked.result()
+        assert time.monotonic() - began < 10
 
 
 def test_no_completions_give_no_scores() -> None:
@@ -324,7 +440,7 @@ def test_the_worker_ends_with_a_parent_that_is_killed_even_in_a_call(tmp_path: P
         """
         import os, signal, threading, time
         from pathlib import Path
-        from jaxrl.config import RewardFunctionConfig
+        from jaxrl.config import RewardConfig, RewardFunctionConfig
         from jaxrl.scoring import Scorer
         from jaxrl.types import Prompt
         def die_in_the_call():
@@ -333,7 +449,8 @@ def test_the_worker_ends_with_a_parent_that_is_killed_even_in_a_call(tmp_path: P
             os.kill(os.getpid(), signal.SIGKILL)
         file = Path(os.environ["SCORING_TEST_FILE"])
         threading.Thread(target=die_in_the_call, daemon=True).start()
-        scorer = Scorer([RewardFunctionConfig(fn="my_rewards:waiter")], 50.0, "error")
+        functions = [RewardFunctionConfig(fn="my_rewards:waiter")]
+        scorer = Scorer(RewardConfig(functions, timeout_s=50.0))
         scorer.score([Prompt(row=0, ids=(1,), text="p", columns={})], ["a"], [[1]])
         """
     )
