@@ -190,6 +190,11 @@ def total_scores(trajectories: Sequence[Trajectory], scores: Scores) -> np.ndarr
 def _sources(reward: RewardConfig, mesh: Mesh | None) -> Iterator[RewardSource]:
     if reward.functions:
         yield FunctionRewards(reward.functions, reward.timeout_s)
+    if reward.servers:
+        # An HTTP client is loaded by the runs that talk to servers.
+        from jaxrl.reward_server import RewardServer
+
+        yield from map(RewardServer, reward.servers)
 
 
 def _unique(names: Sequence[str]) -> list[str]:
