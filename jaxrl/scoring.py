@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxrl.config import RewardConfig
 from jaxrl.errors import RewardError
 from jaxrl.function_rewards import FunctionRewards
+from jaxrl.reward_model import RewardModel
 from jaxrl.reward_request import Asked, RewardSource, shown
 from jaxrl.reward_values import Reward
 from jaxrl.types import Prompt, Trajectory
@@ -190,6 +191,8 @@ def total_scores(trajectories: Sequence[Trajectory], scores: Scores) -> np.ndarr
 def _sources(reward: RewardConfig, mesh: Mesh | None) -> Iterator[RewardSource]:
     if reward.functions:
         yield FunctionRewards(reward.functions, reward.timeout_s)
+    for i, settings in enumerate(reward.models):
+        yield RewardModel(settings, key=f"reward.models[{i}]", mesh=mesh)
     if reward.servers:
         # An HTTP client is loaded by the runs that talk to servers.
         from jaxrl.reward_server import RewardServer

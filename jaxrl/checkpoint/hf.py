@@ -7,7 +7,7 @@ checkpoint that does not fit the config exactly is refused with the full list of
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,11 +96,44 @@ def load_params(
             naming the file that is missing, cut short or not safetensors.
     """
     table = [w for w in weight_table(config) if with_head or w.path[0] != "head"]
+    tied = config.tie_word_embeddings
+    return read_weights(
+        folder,
+        table,
+        dtype=dtype,
+        spare={_HEAD} if tied or not with_head else set(),
+        tied=tied and with_head,
+    )
+
+
+def read_weights(
+    folder: str | Path,
+    table: Sequence[Weight],
+    *,
+    dtype: str,
+    spare: Collection[str] = (),
+    tied: bool = False,
+) -> dict[str, Any]:
+    """Reads the weights of `table`, and insists that the folder holds these and no others.
+
+    Args:
+        folder: See `load_params`.
+        table: What to read.
+        dtype: Of the arrays returned, a value head's aside: that is float32 everywhere.
+        spare: Names that may be in the folder besides, and are not read.
+        tied: Whether an output head, if there is one, must equal the embedding.
+
+    Raises:
+        ConversionError: See `load_params`.
+    """
     params: dict[str, Any] = {}
     with _stored_tensors(Path(folder)) as stored:
-        _check(Path(folder), table, stored, config, with_head)
+        _check(Path(folder), table, stored, spare)
+        if tied and _HEAD in stored:
+            _check_tied(Path(folder), stored)
         for weight in table:
-            array = np.empty(weight.full_shape, np.dtype(dtype))
+            kept = "float32" if weight.path[0] == "value_head" else dtype
+            array = np.empty(weight.full_shape, np.dtype(kept))
             for layer, name in enumerate(weight.hf_names()):
                 target = array[layer] if weight.stacked else array
                 target[...] = weight.from_hf(stored[name].read(name))
@@ -131,19 +164,14 @@ def check_tokenizer_fits(tokenizer: HasVocabulary, config: ModelConfig) -> None:
 
 
 def _check(
-    folder: Path,
-    table: list[Weight],
-    stored: Mapping[str, _Stored],
-    config: ModelConfig,
-    with_head: bool,
+    folder: Path, table: Sequence[Weight], stored: Mapping[str, _Stored], spare: Collection[str]
 ) -> None:
     """Raises one error with everything in which the files differ from the table."""
     wanted = {name: weight.hf_shape for weight in table for name in weight.hf_names()}
-    extra = {_HEAD} if config.tie_word_embeddings or not with_head else set()
     faults = [f"missing: {name}" for name in wanted if name not in stored]
     for name, found in stored.items():
         if name not in wanted:
-            if name not in extra and not name.endswith(_COMPUTED):
+            if name not in spare and not name.endswith(_COMPUTED):
                 faults.append(f"unexpected: {name} {list(found.shape)}")
         elif found.shape != wanted[name]:
             faults.append(f"wrong shape: {name} {list(found.shape)}, expected {list(wanted[name])}")
@@ -158,8 +186,6 @@ def _check(
             f"{folder} does not hold the weights its config asks for; {len(faults)} tensor(s):\n"
             f"  {listed}{hint}"
         )
-    if config.tie_word_embeddings and _HEAD in stored:
-        _check_tied(folder, stored)
 
 
 def _check_tied(folder: Path, stored: Mapping[str, _Stored]) -> None:

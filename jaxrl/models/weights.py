@@ -83,6 +83,12 @@ def weight_table(config: ModelConfig) -> tuple[Weight, ...]:
     return tuple(table)
 
 
+def score_weight(config: ModelConfig) -> Weight:
+    """The output row of a sequence classifier with one label, which is a value head's kernel."""
+    path, shape = ("value_head", "kernel"), (1, config.hidden_size)
+    return _single(path, "score.weight", shape, (None, None), order=(1, 0))
+
+
 def _single(
     path: tuple[str, ...],
     hf_name: str,
