@@ -17,6 +17,7 @@ from jaxrl.checkpoint.state import CheckpointStore
 from jaxrl.config import Config
 from jaxrl.config_checks import check_config
 from jaxrl.config_io import save_config
+from jaxrl.episodes import collect
 from jaxrl.errors import CheckpointError
 from jaxrl.evaluation import evaluate
 from jaxrl.iteration import pack_for, plan_for
@@ -138,8 +139,13 @@ def _rehearse(ready: Run, state: TrainState) -> dict[str, tuple[float, str]]:
         clock = time.perf_counter()
 
     prompts = ready.cursor.take(config.rollout.prompts)
-    trajectories = ready.engine.generate(
-        prompts, samples=config.rollout.samples, sampling=ready.sampling, seed=0
+    trajectories = collect(
+        ready.engine,
+        prompts,
+        ready.stage,
+        samples=config.rollout.samples,
+        sampling=ready.sampling,
+        seed=0,
     )
     lap("rollout", f"{len(trajectories)} completions, {ready.engine.compilations} programs")
     scores = ready.score(trajectories)

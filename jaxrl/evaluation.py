@@ -1,4 +1,4 @@
-"""Held-out evaluation: one completion a prompt, scored by the training reward."""
+"""Held-out evaluation: one completion or episode a prompt, scored by the training reward."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.episodes import collect, turns
+from jaxrl.scoring import total_scores
 from jaxrl.setup import Run
 from jaxrl.types import Trajectory
 
@@ -19,24 +21,30 @@ def evaluate(run: Run, *, seed: int) -> tuple[dict[str, float], list[dict[str, A
     Uses the weights published last. With eval.temperature 0 the answer is greedy and the seed
     unused.
     """
-    trajectories = run.engine.generate(
-        run.eval_prompts, samples=1, sampling=run.eval_sampling, seed=seed
+    trajectories = collect(
+        run.engine, run.eval_prompts, run.stage, samples=1, sampling=run.eval_sampling, seed=seed
     )
     scores = run.score(trajectories)
+    totals = total_scores(trajectories, scores)
     lengths = [len(t.response_ids) for t in trajectories]
     metrics = {
-        "eval/score": float(np.mean(scores.values[scores.valid])) if scores.valid.any() else np.nan,
+        "eval/score": float(np.mean(totals[scores.valid])) if scores.valid.any() else np.nan,
         "eval/response_length": float(np.mean(lengths)),
         "eval/truncated_fraction": float(np.mean([t.truncated for t in trajectories])),
         "eval/prompts": float(len(trajectories)),
     }
-    return metrics, sample_rows(run, trajectories, scores.values, len(trajectories))
+    if run.stage:
+        metrics["eval/turns"] = float(np.mean([turns(t) for t in trajectories]))
+    return metrics, sample_rows(run, trajectories, totals, len(trajectories))
 
 
 def sample_rows(
     run: Run, trajectories: Sequence[Trajectory], scores: np.ndarray, count: int
 ) -> list[dict[str, Any]]:
-    """What a person reads: prompt, completion with its special tokens, score, how it ended."""
+    """What a person reads: prompt, completion with its special tokens, score, how it ended.
+
+    Of an episode the completion is all of it, what the environment said included.
+    """
     return [
         {
             "row": t.prompt.row,
@@ -45,6 +53,8 @@ def sample_rows(
             "completion": run.tokenizer.decode(t.response_ids, skip_special_tokens=False),
             "score": float(score),
             "finish_reason": t.finish_reason,
+            "turns": turns(t),
+            "weight_version": t.weight_version,
         }
         for t, score in list(zip(trajectories, scores, strict=True))[:count]
     ]

@@ -10,7 +10,7 @@ from jaxrl.config import DataConfig
 from jaxrl.errors import DataError
 from jaxrl.types import Prompt
 
-__all__ = ["build_prompts", "cut", "load_tokenizer"]
+__all__ = ["build_prompts", "chat_template", "cut", "load_tokenizer"]
 
 _RESERVED = ("prompts", "completions", "completion_ids")
 
@@ -70,7 +70,7 @@ def build_prompts(
             ids outside the model's vocabulary, or nothing left.
     """
     _check_vocabulary(tokenizer, vocab_size)
-    template = _template(data)
+    template = chat_template(data)
     prompts: list[Prompt] = []
     counts = {"rows": len(rows), "dropped": 0, "cut": 0}
     for index, row in enumerate(rows):
@@ -130,7 +130,7 @@ def _check_vocabulary(tokenizer: Any, vocab_size: int) -> None:
         )
 
 
-def _template(data: DataConfig) -> str | None:
+def chat_template(data: DataConfig) -> str | None:
     """The template that replaces the tokenizer's: itself, or the text of the file that is named."""
     given = data.chat_template
     if given is None or "{" in given:

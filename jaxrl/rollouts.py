@@ -7,10 +7,15 @@ with newer weights as they are published.
 
 No batch begins before an evaluation or a checkpoint that comes before it (they find the engine
 idle), so a run that is resumed from a checkpoint asks for what an uninterrupted one asks for.
+
+With `rollout.dynamic_sampling` how many prompts a batch takes follows from its scores. The next
+batch then begins only when that is known, still ahead of its training: which prompts it takes never
+depends on which of two was faster.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +25,8 @@ import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.cursor import PromptCursor
+from jaxrl.dynamic_sampling import Sampled, sample_with_spread
+from jaxrl.episodes import Stage, collect
 from jaxrl.rollout.engine import OnDone, RolloutEngine
 from jaxrl.scoring import Scores
 from jaxrl.types import Prompt, Sampling, Trajectory
@@ -60,13 +67,24 @@ class Rollouts:
         cursor: PromptCursor,
         sampling: Sampling,
         score: Callable[[Sequence[Trajectory]], Scores],
+        stage: Stage | None = None,
     ) -> None:
-        """Begin with the first iteration that `take` asks for."""
+        """Begin with the first iteration that `take` asks for.
+
+        Args:
+            config: the settings.
+            engine: samples.
+            cursor: where prompts come from.
+            sampling: how completions are sampled.
+            score: scores trajectories; called from several threads.
+            stage: environment of episodes, if there is one.
+        """
         self._config, self._engine, self._cursor = config, engine, cursor
-        self._sampling, self._score = sampling, score
+        self._sampling, self._score, self._stage = sampling, score, stage
         self._begun: deque[tuple[int, Future[Batch]]] = deque()
         depth = config.rollout.max_staleness
-        self._threads = ThreadPoolExecutor(depth + 1, "rollouts") if depth else None
+        workers = 1 if config.rollout.dynamic_sampling else depth + 1
+        self._threads = ThreadPoolExecutor(workers, "rollouts") if depth else None
 
     def take(self, iteration: int, on_done: OnDone | None = None) -> Batch:
         """The batch of `iteration`, with those of the next ones begun as far as allowed.
@@ -100,21 +118,52 @@ class Rollouts:
         return last
 
     def _begin(self, iteration: int, on_done: OnDone | None) -> Future[Batch]:
-        config = self._config
-        prompts = self._cursor.take(config.rollout.prompts)
+        """Take its prompts now, or with dynamic sampling when the batch before it is finished."""
+        rollout = self._config.rollout
+        if rollout.dynamic_sampling:
+            return self._start(lambda: self._with_spread(iteration, on_done))
+        prompts = self._cursor.take(rollout.prompts)
         cursor = self._cursor.state()
 
         def generate() -> Batch:
-            trajectories = self._engine.generate(
-                prompts,
-                samples=config.rollout.samples,
-                sampling=self._sampling,
-                seed=rollout_seed(config.seed, iteration),
-                on_done=on_done,
-            )
-            return Batch(prompts, trajectories, self._score(trajectories), cursor, {})
+            sampled, seconds = self._sample(prompts, iteration, on_done)
+            return Batch(*sampled, cursor, {"time/scoring_s": seconds})
 
-        return self._threads.submit(generate) if self._threads else _now(generate)
+        return self._start(generate)
+
+    def _start(self, work: Callable[[], Batch]) -> Future[Batch]:
+        return self._threads.submit(work) if self._threads else _now(work)
+
+    def _with_spread(self, iteration: int, on_done: OnDone | None) -> Batch:
+        rollout, seconds = self._config.rollout, 0.0
+
+        def sample(prompts: list[Prompt]) -> Sampled:
+            nonlocal seconds
+            sampled, more = self._sample(prompts, iteration, on_done)
+            seconds += more
+            return sampled
+
+        chosen, figures = sample_with_spread(
+            self._cursor.take, sample, groups=rollout.prompts, rounds=rollout.max_rounds
+        )
+        return Batch(*chosen, self._cursor.state(), figures | {"time/scoring_s": seconds})
+
+    def _sample(
+        self, prompts: list[Prompt], iteration: int, on_done: OnDone | None
+    ) -> tuple[Sampled, float]:
+        """Trajectories and scores of some prompts, and the seconds that scoring took."""
+        trajectories = collect(
+            self._engine,
+            prompts,
+            self._stage,
+            samples=self._config.rollout.samples,
+            sampling=self._sampling,
+            seed=rollout_seed(self._config.seed, iteration),
+            on_done=on_done,
+        )
+        begun = time.perf_counter()
+        scores = self._score(trajectories)
+        return Sampled(prompts, trajectories, scores), time.perf_counter() - begun
 
 
 def _now(work: Callable[[], Any]) -> Future[Any]:

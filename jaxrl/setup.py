@@ -20,11 +20,15 @@ from jaxrl.advantage_step import make_advantage_step
 from jaxrl.checkpoint.hf import check_tokenizer_fits, load_hf_config
 from jaxrl.config import Config
 from jaxrl.config_checks import check_config
+from jaxrl.continuation import Continuation
 from jaxrl.critic import make_forward
 from jaxrl.data import PromptCursor, load_prompts, load_tokenizer
+from jaxrl.environment import Environment
+from jaxrl.episodes import Stage
 from jaxrl.errors import ConfigError
 from jaxrl.models import Model, ModelConfig
 from jaxrl.named_function import load_function
+from jaxrl.prompts import chat_template
 from jaxrl.rollout.engine import RolloutEngine
 from jaxrl.rollout.trainside import TrainsideEngine
 from jaxrl.rollouts import Rollouts
@@ -71,11 +75,15 @@ class Run:
     optimizers: Optimizers
     sampling: Sampling
     eval_sampling: Sampling
+    stage: Stage | None = None
+    """Environment of episodes, if there is one."""
 
     def close(self) -> None:
-        """End the reward worker, and the engine with what it has under way."""
+        """End the reward worker, and engine and environment with what they have under way."""
         self.scorer.close()
         self.engine.close()
+        if self.stage:
+            self.stage.environment.close()
         self.rollouts.close()
 
 
@@ -94,6 +102,7 @@ def build(config: Config) -> Run:
     held_out: list[Prompt] = []
     if config.data.eval is not None:
         held_out, _ = load_prompts(config.data.eval, tokenizer, config.data, vocab_size=vocab)
+    stage = _stage(config, tokenizer, [*prompts, *held_out])
     sampling = _sampling(config, folder, tokenizer)
     mesh = make_mesh(config.mesh)
     optimizers = make_optimizers(config)
@@ -113,7 +122,7 @@ def build(config: Config) -> Run:
         tokenizer=tokenizer,
         mesh=mesh,
         cursor=cursor,
-        rollouts=Rollouts(config, engine, cursor, sampling, score),
+        rollouts=Rollouts(config, engine, cursor, sampling, score, stage),
         eval_prompts=held_out,
         prompt_counts=counts,
         scorer=scorer,
@@ -130,7 +139,27 @@ def build(config: Config) -> Run:
             top_p=1.0,
             min_p=0.0,
         ),
+        stage=stage,
     )
+
+
+def _stage(config: Config, tokenizer: Any, prompts: Sequence[Prompt]) -> Stage | None:
+    """Where episodes are played, seen to go with these prompts."""
+    rollout = config.rollout
+    if rollout.env is None:
+        return None
+    stage = Stage(
+        Environment(rollout.env, rollout.env_timeout_s),
+        Continuation(tokenizer, chat_template(config.data)),
+        max_turns=rollout.max_turns,
+        max_turn_tokens=rollout.max_turn_tokens,
+    )
+    try:
+        stage.check(prompts)
+    except BaseException:
+        stage.environment.close()
+        raise
+    return stage
 
 
 def _engine(config: Config, model: Model, folder: str, prompts: Sequence[Prompt]) -> RolloutEngine:

@@ -13,12 +13,14 @@ from typing import Any, Literal
 
 from jaxrl.errors import DataError
 
-__all__ = ["chain_sum", "larger_of_two", "reverse_letters", "sums"]
+__all__ = ["chain_sum", "larger_of_two", "products", "reverse_letters", "sums"]
 
 Row = dict[str, Any]
 Split = Literal["train", "test"]
 
 _PARTITION_SEED = 20
+_SHOWN = (12, 34)
+"""The product that prompts of `products` work out; it is never asked."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -94,6 +96,41 @@ def chain_sum(split: Split, seed: int = 0, size: int | None = None) -> list[Row]
     chosen.sort(key=lambda entry: entry["question"])
     random.Random(seed).shuffle(chosen)
     return [{"prompt": entry["question"], **entry} for entry in chosen[:size]]
+
+
+def products(split: Split, seed: int = 0, size: int | None = None) -> list[Row]:
+    """Products a * b of numbers from 11 to 99, to be found with a calculator.
+
+    The prompt is a chat that shows the call once, ``calc(12 * 34)``, with its result and the answer
+    given from it. Of the other 4,004 unordered pairs 200 are held out (split "test", each asked
+    once); the others are for training, in both orders.
+
+    Args:
+        split: "train" or "test".
+        seed: Order of the questions, and of the numbers in a held-out one.
+        size: Questions to take; None takes all.
+    """
+    pairs = [(a, b) for a in range(11, 100) for b in range(a, 100) if (a, b) != _SHOWN]
+    held_out, rest = _partition(pairs, 200)
+    rng = random.Random(seed)
+    if _chosen(split) == "test":
+        ordered = [pair if rng.random() < 0.5 else pair[::-1] for pair in held_out]
+    else:
+        ordered = sorted({order for pair in rest for order in (pair, pair[::-1])})
+    rng.shuffle(ordered)
+    return [{"prompt": _with_example(a, b), "answer": str(a * b)} for a, b in ordered[:size]]
+
+
+def _with_example(a: int, b: int) -> list[dict[str, str]]:
+    shown = str(_SHOWN[0] * _SHOWN[1])
+    chat = (
+        ("user", "What is {} * {}?".format(*_SHOWN)),
+        ("assistant", "calc({} * {})".format(*_SHOWN)),
+        ("tool", shown),
+        ("assistant", shown),
+        ("user", f"What is {a} * {b}?"),
+    )
+    return [{"role": role, "content": content} for role, content in chat]
 
 
 def reverse_letters(

@@ -22,7 +22,11 @@ Numbers = Sequence[int] | np.ndarray
 OnDone = Callable[[Sequence[Trajectory]], None]
 """Is given completions as they are finished, each once, perhaps from another thread."""
 
-__all__ = ["OnDone", "RolloutEngine", "check_request", "request_keys"]
+__all__ = ["LeftOut", "OnDone", "RolloutEngine", "check_request", "request_keys"]
+
+
+class LeftOut(RolloutError):
+    """All completions of a request were refused for good, while servers are in order."""
 
 
 class RolloutEngine(Protocol):
@@ -33,6 +37,11 @@ class RolloutEngine(Protocol):
         """Programs this process has compiled to sample; 0 where another process does the work."""
         ...
 
+    @property
+    def concurrent(self) -> bool:
+        """Whether several threads may call `generate` at once, and are answered side by side."""
+        ...
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -40,15 +49,21 @@ class RolloutEngine(Protocol):
         samples: int,
         sampling: Sampling,
         seed: int,
+        limits: Sequence[int] | None = None,
         on_done: OnDone | None = None,
     ) -> list[Trajectory]:
         """Finish `samples` completions of each prompt, prompt-major: all of the first prompt first.
+
+        A prompt's samples are numbered from its `first_sample`, and what they draw follows from
+        that number. `limits` has the longest response of each prompt, in tokens, where some are
+        shorter than `sampling.max_new_tokens`.
 
         Returns:
             `len(prompts) * samples` trajectories, each with the weight version that sampled it;
             fewer where a server refused a prompt for good, which is logged.
 
         Raises:
+            LeftOut: not one was finished, for a reason of that kind.
             RolloutError: the request cannot be met, naming the prompt's row where one is at fault.
         """
         ...
@@ -98,7 +113,12 @@ def _fold(words: jax.Array, *parts: jax.Array) -> jax.Array:
 
 
 def check_request(
-    prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, vocab_size: int
+    prompts: Sequence[Prompt],
+    *,
+    samples: int,
+    sampling: Sampling,
+    vocab_size: int,
+    limits: Sequence[int] | None = None,
 ) -> None:
     """Refuse a request that no engine could answer truthfully.
 
@@ -109,6 +129,14 @@ def check_request(
     if samples < 1:
         raise RolloutError(f"samples={samples!r} must be at least 1")
     _check_sampling(sampling)
+    most = sampling.max_new_tokens
+    if limits is not None and (
+        len(limits) != len(prompts) or not all(1 <= limit <= most for limit in limits)
+    ):
+        raise RolloutError(
+            f"limits={list(limits)} must be a number in [1, max_new_tokens={most}] for each of "
+            f"{len(prompts)} prompts"
+        )
     outside = [token for token in sampling.stop_token_ids if not 0 <= token < vocab_size]
     if outside:
         raise RolloutError(

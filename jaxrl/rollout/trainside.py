@@ -79,6 +79,11 @@ class TrainsideEngine:
         """Programs compiled so far: one for each shape and set of filters."""
         return len(self._programs)
 
+    @property
+    def concurrent(self) -> bool:
+        """No: the devices are busy with one request."""
+        return False
+
     def publish(self, policy_params: Any, version: int) -> None:
         """Sample with these weights from now on; held by reference, so do not donate them first.
 
@@ -112,11 +117,16 @@ class TrainsideEngine:
         samples: int,
         sampling: Sampling,
         seed: int,
+        limits: Sequence[int] | None = None,
         on_done: OnDone | None = None,
     ) -> list[Trajectory]:
-        """Finish `samples` completions of each prompt, prompt-major; see `RolloutEngine`."""
+        """Finish `samples` completions of each prompt, prompt-major; see `RolloutEngine`.
+
+        A shorter limit of a prompt is cut from what `max_new_tokens` allow: no other program.
+        """
         vocab = self._model.config.vocab_size
-        check_request(prompts, samples=samples, sampling=sampling, vocab_size=vocab)
+        check_request(prompts, samples=samples, sampling=sampling, vocab_size=vocab, limits=limits)
+        limits = limits or [sampling.max_new_tokens] * len(prompts)
         params, version = self._current_weights()
         found: list[Trajectory | None] = [None] * (len(prompts) * samples)
         stats = RolloutStats()
@@ -124,7 +134,7 @@ class TrainsideEngine:
             request = self._request(batch, prompts, sampling, seed)
             program = self._program(params, request, batch.samples, sampling.max_new_tokens)
             response = jax.device_get(program(params, request))
-            answers = _read(batch, prompts, response, samples, version)
+            answers = _read(batch, prompts, limits, response, samples, version)
             for place, trajectory in answers:
                 found[place] = trajectory
             if on_done:
@@ -161,7 +171,7 @@ class TrainsideEngine:
             lengths[i] = len(prompt.ids)
             tokens[i, batch.columns - len(prompt.ids) :] = prompt.ids
             rows[i], epochs[i] = prompt.row, prompt.epoch
-            numbers[i] = unit.first + np.arange(batch.samples)
+            numbers[i] = prompt.first_sample + unit.first + np.arange(batch.samples)
             live[i, : unit.count] = i < len(batch.units)
         return Request(
             tokens=jnp.asarray(tokens),
@@ -209,31 +219,37 @@ def _tree_faults(expected: Any, given: Any) -> list[str]:
 
 
 def _read(
-    batch: Batch, prompts: Sequence[Prompt], response: Response, samples: int, version: int
+    batch: Batch,
+    prompts: Sequence[Prompt],
+    limits: Sequence[int],
+    response: Response,
+    samples: int,
+    version: int,
 ) -> list[tuple[int, Trajectory]]:
     """The trajectories of a batch, each with its place in the answer."""
     found = []
     for i, unit in enumerate(batch.units):
         prompt = prompts[unit.prompt]
         for j in range(unit.count):
-            row = i * batch.samples + j
-            length = int(response.lengths[row])
+            row, number = i * batch.samples + j, prompt.first_sample + unit.first + j
+            length = min(int(response.lengths[row]), limits[unit.prompt])
+            whole = length == int(response.lengths[row])
             logprobs = response.logprobs[row, :length]
             if not np.isfinite(logprobs).all():
                 raise RolloutError(
-                    f"prompt row {prompt.row}, sample {unit.first + j}: the model's logits are not"
+                    f"prompt row {prompt.row}, sample {number}: the model's logits are not"
                     f" finite at response token {int(np.argmin(np.isfinite(logprobs)))}; the"
                     f" weights of version {version} are broken, go back to an earlier checkpoint"
                 )
             trajectory = Trajectory(
                 prompt=prompt,
-                sample=unit.first + j,
+                sample=number,
                 response_ids=tuple(response.ids[row, :length].tolist()),
                 logprobs=tuple(logprobs.tolist()),
-                finish_reason="stop" if response.stopped[row] else "length",
+                finish_reason="stop" if whole and response.stopped[row] else "length",
                 weight_version=version,
             )
-            found.append((unit.prompt * samples + trajectory.sample, trajectory))
+            found.append((unit.prompt * samples + unit.first + j, trajectory))
     return found
 
 

@@ -9,6 +9,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from jaxrl.config import RolloutConfig
 from jaxrl.errors import RolloutError
 from jaxrl.logprobs import token_logprobs
 from jaxrl.models import Model
-from jaxrl.rollout.engine import OnDone, check_request, request_keys
+from jaxrl.rollout.engine import LeftOut, OnDone, check_request, request_keys
 from jaxrl.rollout.sglang.answers import answer
 from jaxrl.rollout.sglang.client import ServerClient, ServerError
 from jaxrl.rollout.sglang.gather import all_of, failures
@@ -95,6 +96,11 @@ class SGLangEngine:
         """The scorer of the probe prompt; sampling compiles nothing here."""
         return _prompt_logprobs._cache_size()  # type: ignore[attr-defined]
 
+    @property
+    def concurrent(self) -> bool:
+        """Yes: requests of several threads are in flight together."""
+        return True
+
     def figures(self) -> dict[str, float]:
         """Counts since the start, and the last publish's difference from the trainer."""
         return {
@@ -109,16 +115,16 @@ class SGLangEngine:
         samples: int,
         sampling: Sampling,
         seed: int,
+        limits: Sequence[int] | None = None,
         on_done: OnDone | None = None,
     ) -> list[Trajectory]:
         """Finish `samples` completions of each prompt, prompt-major; see `RolloutEngine`."""
-        check_request(
-            prompts, samples=samples, sampling=sampling, vocab_size=self._model.config.vocab_size
-        )
+        vocab = self._model.config.vocab_size
+        check_request(prompts, samples=samples, sampling=sampling, vocab_size=vocab, limits=limits)
         check_sampling(sampling)
         if self._publisher.version is None:
             raise RolloutError("no weights have been published; call publish(params, version)")
-        requests = self._requests(prompts, samples, sampling, seed)
+        requests = self._requests(prompts, samples, sampling, seed, limits)
         return self._loop.run(self._generate(requests, samples, on_done))
 
     def publish(self, policy_params: Any, version: int) -> None:
@@ -183,10 +189,20 @@ class SGLangEngine:
                 )
 
     def _requests(
-        self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: Sampling,
+        seed: int,
+        limits: Sequence[int] | None = None,
     ) -> list[Request]:
         call = next(self._calls)
-        wanted = [(prompt, sample) for prompt in prompts for sample in range(samples)]
+        asked = [replace(sampling, max_new_tokens=limit) for limit in limits or ()]
+        wanted = [
+            (prompt, prompt.first_sample + sample)
+            for prompt in prompts
+            for sample in range(samples)
+        ]
         keys = request_keys(
             seed,
             [prompt.row for prompt, _ in wanted],
@@ -199,7 +215,7 @@ class SGLangEngine:
             Request(
                 prompt=prompt,
                 sample=sample,
-                sampling=sampling,
+                sampling=asked[i // samples] if asked else sampling,
                 seed=int(seeds[i]),
                 rid=f"{self._run}-{call}-{i}",
                 version=version,
@@ -226,7 +242,7 @@ class SGLangEngine:
         answers = [got for group in await all_of(map(complete, groups)) for got in group]
         left_out = [got for got in answers if not isinstance(got, Trajectory)]
         if answers and len(left_out) == len(answers):
-            raise RolloutError(f"none of {len(answers)} completions came back: {left_out[0]}")
+            raise LeftOut(f"none of {len(answers)} completions came back: {left_out[0]}")
         for error in left_out:
             log.warning("a completion is left out: %s", error)
         return [got for got in answers if isinstance(got, Trajectory)]
