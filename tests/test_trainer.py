@@ -108,7 +108,7 @@ def test_first_ratio_is_exactly_one_and_everything_is_recorded(
     }
     assert wanted <= set(result["metrics"][2])
     timed = read_metrics(tmp_path)[2]
-    phases = {"rollout", "reward", "pack", "score", "advantage", "update", "publish"}
+    phases = {"rollout", "scoring", "pack", "score", "advantage", "update", "publish"}
     assert {f"time/{name}_s" for name in phases} <= set(timed)
     assert timed["speed/model_flops_per_s"] > 0 and timed["compilations"] >= 4
     assert len([r for r in read_samples(tmp_path) if r["step"] == 2 and not r.get("held_out")]) == 4
@@ -122,6 +122,7 @@ def test_rs01_a_resumed_run_equals_one_never_stopped(base: Path, tmp_path: Path)
     options = [
         *("algorithm.kl_in=reward", "algorithm.kl_target=0.01", "algorithm.kl_horizon=100"),
         *("optim.policy.schedule=linear", "optim.policy.warmup_steps=3", "checkpoint.every=5"),
+        *("reward.normalise=mean_std", "algorithm.truncated=bootstrap"),
     ]
     whole = go(configure(base, tmp_path / "whole", "iterations=7", *options))
     # The same run, killed after iteration 5's checkpoint (its later files are removed).
@@ -135,6 +136,8 @@ def test_rs01_a_resumed_run_equals_one_never_stopped(base: Path, tmp_path: Path)
     assert resumed["metrics"] == whole["metrics"]
     coefficients = [row["kl/coef"] for row in whole["metrics"][1:]]
     assert len(set(coefficients)) > 1  # the adaptive coefficient moved, and was carried over
+    scored = np.asarray(whole["state"].reward_moments)[0]
+    assert scored == 7 * 32  # so were the moments of the scores: all iterations are counted
     assert whole["metrics"][-1]["kl/reference"] != 0.0
 
 
