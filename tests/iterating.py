@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -118,12 +119,12 @@ def made_up(count: int, seed: int = 0) -> tuple[list[Trajectory], Scores]:
 
 
 def iterations(
-    config: Config, count: int, batches: Sequence[tuple[list[Trajectory], Scores]]
+    config: Config, batches: Sequence[tuple[list[Trajectory], Scores]]
 ) -> tuple[TrainState, list[dict[str, float]]]:
     """Run `iterate` on these batches; the last state and the metrics of each iteration."""
     return iterations_of(
         config,
-        batches[:count],
+        batches,
         steps=toy_steps(config),
         state=toy_state(config),
         reference=make_params(seed=9)[0],
@@ -143,8 +144,9 @@ def iterations_of(
     """The same with any steps."""
     numbered = iter(batches)
 
-    def take(_iteration: int, on_done: Any) -> Batch:
+    def take(iteration: int, on_done: Any) -> Batch:
         trajectories, scores = next(numbered)
+        trajectories = [replace(t, weight_version=iteration) for t in trajectories]
         prompts = list({t.prompt.row: t.prompt for t in trajectories}.values())
         return Batch(prompts, trajectories, scores, {}, {})
 

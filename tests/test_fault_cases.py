@@ -53,7 +53,7 @@ def test_gae05_truncated_is_what_the_engine_calls_so() -> None:
     assert usable.all()
     assert outcomes.truncated.tolist() == [True, False]
     np.testing.assert_array_equal(outcomes.scores, [0.0, 1.0])
-    _, metrics = iterations(config, 1, [([cut, whole], Scores(np.ones(2), np.ones(2, bool), {}))])
+    _, metrics = iterations(config, [([cut, whole], Scores(np.ones(2), np.ones(2, bool), {}))])
     assert metrics[0]["rollout/truncated_fraction"] == 0.5
 
 

@@ -1,0 +1,147 @@
+"""CF-04: every setting changes something that is computed; none is parsed and then forgotten.
+
+Settings of the algorithm, of rewards, optimizers and packing are flipped one at a time in two
+iterations of the toy; the others change what other tests see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from iterating import iterations, made_up, toy_config, toy_state
+
+from jaxrl.errors import TrainingError
+from jaxrl.state import make_optimizers
+from jaxrl.trainer import _check_health
+
+FLIPS = {
+    # key: what else is set with it and without it, and the value
+    "algorithm.advantage_mode": ("", "grpo"),
+    "algorithm.gamma": ("", 0.9),
+    "algorithm.lam": ("", 0.5),
+    "algorithm.lam_alpha": ("", 0.3),
+    "algorithm.value_lam": ("", 0.3),
+    "algorithm.gae_over": ("", "response"),
+    "algorithm.group_scale": ("algorithm.advantage_mode=grpo", "none"),
+    "algorithm.whiten": ("", "off"),
+    "algorithm.truncated": ("", "zero"),
+    "algorithm.overlong_buffer": ("algorithm.truncated=soft algorithm.overlong_buffer=4", 2),
+    "algorithm.overlong_penalty": ("algorithm.truncated=soft algorithm.overlong_buffer=4", 0.5),
+    "algorithm.missing_eos_penalty": ("", 0.5),
+    "algorithm.ratio_level": ("", "sequence"),
+    "algorithm.clip_low": ("algorithm.epochs=2", 0.01),
+    "algorithm.clip_high": ("algorithm.epochs=2", 0.01),
+    "algorithm.dual_clip": ("algorithm.old_logprobs=rollout", 1.1),
+    "algorithm.entropy_coef": ("", 0.1),
+    "algorithm.nll_coef": ("", 0.1),
+    "algorithm.nll_above": ("algorithm.nll_coef=0.1", 1.0),
+    "algorithm.kl_in": ("", "reward"),
+    "algorithm.kl_kind": ("algorithm.kl_in=reward", "k3"),
+    "algorithm.kl_weighted": (
+        "algorithm.kl_in=loss algorithm.kl_kind=k2 algorithm.epochs=2",
+        "true",
+    ),
+    "algorithm.kl_coef": ("algorithm.kl_in=reward", 0.5),
+    "algorithm.kl_target": ("algorithm.kl_in=reward algorithm.kl_horizon=10", 0.01),
+    "algorithm.kl_horizon": ("algorithm.kl_in=reward algorithm.kl_target=0.01", 10),
+    "algorithm.value_clip": ("algorithm.epochs=2", 0.01),
+    "algorithm.value_coef": ("", 0.1),
+    "algorithm.old_logprobs": ("", "rollout"),
+    "algorithm.importance": ("", "token"),
+    "algorithm.importance_cap": ("algorithm.importance=token", 0.5),
+    "algorithm.rejection": ("", "token"),
+    "algorithm.rejection_low": ("algorithm.rejection=token", 0.95),
+    "algorithm.rejection_high": ("algorithm.rejection=token", 1.05),
+    "algorithm.aggregation": ("", "seq-mean-token-mean"),
+    "algorithm.epochs": ("", 2),
+    "algorithm.updates": ("", 2),
+    "critic.warmup_iterations": ("", 1),
+    "reward.normalise": ("", "std"),
+    "reward.scale": ("", 2.0),
+    "reward.shift": ("", 0.5),
+    "reward.clip": ("", 0.5),
+    "rollout.temperature": ("", 1.3),
+    "rollout.max_new_tokens": ("algorithm.aggregation=seq-mean-token-sum-norm", 16),
+    "packing.micro_batch_tokens": ("", 48),
+    "packing.row_lengths": ("", "[32]"),
+    "packing.share_prompts": ("", "false"),
+}
+
+OPTIMIZER_FLIPS = {
+    "lr": ("", 0.01),
+    "schedule": ("iterations=3", "linear"),
+    "warmup_steps": ("", 2),
+    "min_lr_ratio": ("iterations=3 {}.schedule=linear", 0.5),
+    "beta1": ("", 0.5),
+    "beta2": ("", 0.5),
+    "eps": ("", 0.1),
+    "weight_decay": ("", 0.1),
+    "max_grad_norm": ("", 0.01),
+}
+
+
+@cache
+def after_an_iteration(*overrides: str) -> list[np.ndarray]:
+    """All metrics and the parameters after an iteration of the toy: what a setting can change."""
+    # Operation by operation, since a compilation for each setting would take minutes.
+    with jax.disable_jit():
+        state, metrics = iterations(toy_config(*overrides), [made_up(12)])
+    names = sorted(metrics[0])
+    leaves = jax.tree.leaves((state.policy_params, state.value_params))
+    values = np.array([metrics[0][name] for name in names])
+    return [np.array([hash("".join(names))]), values, *(np.asarray(leaf) for leaf in leaves)]
+
+
+def differ(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return any(
+        a.shape != b.shape or (np.abs(a - b) > 1e-4 * (1 + np.abs(a))).any()
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("key", FLIPS)
+def test_cf04_a_setting_changes_what_is_computed(key: str) -> None:
+    base, value = FLIPS[key]
+    without = after_an_iteration(*base.split())
+    assert all(np.isfinite(leaf).all() for leaf in without[2:])
+    assert differ(without, after_an_iteration(*base.split(), f"{key}={value}"))
+
+
+def test_the_same_settings_change_nothing() -> None:
+    """What is compared has no noise of its own."""
+    again = after_an_iteration("seed=0")
+    assert not differ(after_an_iteration(), again)
+
+
+def moved(tree: str, *overrides: str) -> list[np.ndarray]:
+    """A kernel after three steps with gradients of changing size."""
+    optimizer = getattr(make_optimizers(toy_config(*overrides)), tree)
+    params = {"kernel": jnp.array([1.0, -2.0, 0.5])}
+    state, seen = optimizer.init(params), []
+    for gradient in ([3.0, 1.0, 0.0], [-1.0, 0.1, 0.2], [0.5, 2.0, -0.1]):
+        updates, state = optimizer.update({"kernel": jnp.array(gradient)}, state, params)
+        params = optax.apply_updates(params, updates)
+        seen.append(np.asarray(params["kernel"]))
+    return seen
+
+
+@pytest.mark.parametrize("tree", ["policy", "value"])
+@pytest.mark.parametrize("name", OPTIMIZER_FLIPS)
+def test_cf04_an_optimizers_setting_changes_its_steps(tree: str, name: str) -> None:
+    base, value = OPTIMIZER_FLIPS[name]
+    settings = base.format(f"optim.{tree}").split()
+    flipped = moved(tree, *settings, f"optim.{tree}.{name}={value}")
+    assert differ(moved(tree, *settings), flipped)
+
+
+def test_cf04_the_run_stops_after_so_many_skipped_updates() -> None:
+    state = dataclasses.replace(toy_state(toy_config()), skipped_in_a_row=jnp.int32(2))
+    _check_health(toy_config("algorithm.max_skipped_in_a_row=3"), state)
+    with pytest.raises(TrainingError, match="max_skipped_in_a_row=2"):
+        _check_health(toy_config("algorithm.max_skipped_in_a_row=2"), state)
