@@ -1,7 +1,9 @@
 """The critic: a head on the policy's trunk, or a trunk of its own; and the `Forward` of both.
 
-The value head is float32 and starts at exactly zero, so every first value is 0. Its parameters, and
-an own trunk, are a tree separate from the policy's everywhere.
+The value head is float32 and starts at exactly zero, so every first value is 0, unless a reward
+model's own row is kept (`critic.keep_head`): then the first value of a state is what that model
+would give to the text up to there. The head's parameters, and an own trunk, are a tree separate
+from the policy's everywhere.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from jaxrl.steps import Forward, predicting_hidden, row_inputs
 from jaxrl.types import PackedBatch
 
 __all__ = ["init_value_params", "make_forward"]
+
+_TRUNK = ("embed", "layers", "norm")
 
 
 def make_forward(model: Model, critic: CriticConfig | None) -> Forward:
@@ -48,12 +52,25 @@ def make_forward(model: Model, critic: CriticConfig | None) -> Forward:
     return Forward(model.hidden, head, own_values if critic.kind == "model" else head_values)
 
 
-def init_value_params(model: Model, critic: CriticConfig | None, trunk: Any) -> dict[str, Any]:
-    """Value parameters: a zero head, and for kind=model a copy of `trunk` without its head."""
+def init_value_params(
+    model: Model, critic: CriticConfig | None, trunk: Any, kernel: Any = None
+) -> dict[str, Any]:
+    """Value parameters: the head, and for kind=model a copy of `trunk` without its head.
+
+    Args:
+        model: The policy's decoder, whose shape a critic's own trunk has too.
+        critic: None gives no parameters.
+        trunk: Parameters of a decoder; may hold an output head, which is left out.
+        kernel: [hidden, 1] that the head starts from, a reward model's row; None: exactly zero.
+            The bias is zero either way.
+    """
     if critic is None:
         return {}
-    params: dict[str, Any] = {"value_head": value_head_init(model.config.hidden_size)}
+    head = value_head_init(model.config.hidden_size)
+    if kernel is not None:
+        head["kernel"] = jnp.asarray(kernel, jnp.float32)
+    params: dict[str, Any] = {"value_head": head}
     if critic.kind == "model":
-        kept = {name: weight for name, weight in trunk.items() if name != "head"}
+        kept = {name: weight for name, weight in trunk.items() if name in _TRUNK}
         params["trunk"] = jax.tree.map(jnp.copy, kept)
     return params

@@ -18,7 +18,8 @@ from jax.sharding import Mesh
 
 from jaxrl.advantage_step import make_advantage_step
 from jaxrl.checkpoint.hf import check_tokenizer_fits, load_hf_config
-from jaxrl.config import Config
+from jaxrl.checkpoint.hf_classifier import load_trunk_config
+from jaxrl.config import Config, CriticConfig
 from jaxrl.config_checks import check_config
 from jaxrl.continuation import Continuation
 from jaxrl.critic import make_forward
@@ -94,7 +95,7 @@ def build(config: Config) -> Run:
     model_config = ModelConfig.from_hf(load_hf_config(folder))
     model = Model(model_config, dtype=config.model.dtype, remat=config.model.remat)
     if config.critic.path and config.needs_critic:
-        _check_critic_shape(config.critic.path, model_config)
+        _check_critic(config.critic, model_config)
     tokenizer = load_tokenizer(folder)
     check_tokenizer_fits(tokenizer, model_config)
     vocab = model_config.vocab_size
@@ -193,12 +194,18 @@ def _model_folder(config: Config) -> str:
     return str(folder)
 
 
-def _check_critic_shape(folder: str, policy: ModelConfig) -> None:
-    critic = ModelConfig.from_hf(load_hf_config(folder))
-    if replace(critic, tie_word_embeddings=policy.tie_word_embeddings) != policy:
+def _check_critic(critic: CriticConfig, policy: ModelConfig) -> None:
+    assert critic.path is not None
+    trunk, is_classifier = load_trunk_config(critic.path)
+    if critic.keep_head and not is_classifier:
         raise ConfigError(
-            f"critic.path={folder}: the critic's trunk must have the policy's architecture; "
-            f"got {critic}, expected {policy}"
+            f"critic.keep_head=true, but critic.path={critic.path} is a language model without a "
+            "score of its own; set it to false, or give a sequence classifier with one label"
+        )
+    if replace(trunk, tie_word_embeddings=policy.tie_word_embeddings) != policy:
+        raise ConfigError(
+            f"critic.path={critic.path}: the critic's trunk must have the policy's architecture; "
+            f"got {trunk}, expected {policy}"
         )
 
 

@@ -10,9 +10,10 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl.checkpoint.hf import load_params
-from jaxrl.config import Config
+from jaxrl.checkpoint.hf_classifier import load_classifier, load_trunk_config
+from jaxrl.config import Config, CriticConfig
 from jaxrl.critic import init_value_params
-from jaxrl.models import Model, weight_table
+from jaxrl.models import Model, ModelConfig, weight_table
 from jaxrl.optim import Optimizer, make_optimizer
 from jaxrl.sharding import replicated, tree_shardings
 from jaxrl.types import TrainState
@@ -111,15 +112,15 @@ def _placed(shapes: Any, shardings: Any) -> Any:
 
 
 def fresh_state(config: Config, model: Model, mesh: Mesh, optimizers: Optimizers) -> TrainState:
-    """The state before the first update: pretrained policy, zero value head, empty moments."""
+    """The state before the first update: pretrained policy, the critic's start, empty moments."""
     like = abstract_state(config, model, mesh, optimizers)
     where = jax.tree.map(lambda leaf: leaf.sharding, like)
     policy = reference_params(config, model, mesh)
     critic = config.critic if config.needs_critic else None
-    trunk = policy
+    trunk, kernel = policy, None
     if critic is not None and critic.kind == "model" and critic.path:
-        trunk = load_params(critic.path, model.config, with_head=False)
-    value = jax.device_put(init_value_params(model, critic, trunk), where.value_params)
+        trunk, kernel = _critic_start(critic, model.config)
+    value = jax.device_put(init_value_params(model, critic, trunk, kernel), where.value_params)
 
     def init(policy: Any, value: Any) -> tuple[Any, Any]:
         return optimizers.policy.init(policy), optimizers.value.init(value)
@@ -142,6 +143,16 @@ def fresh_state(config: Config, model: Model, mesh: Mesh, optimizers: Optimizers
         value_opt=value_opt,
         **jax.device_put(counters, replicated(mesh)),
     )
+
+
+def _critic_start(critic: CriticConfig, config: ModelConfig) -> tuple[Any, Any]:
+    """Trunk, and the value head's kernel or None, from `critic.path`."""
+    assert critic.path is not None
+    _, is_classifier = load_trunk_config(critic.path)
+    if not is_classifier:
+        return load_params(critic.path, config, with_head=False), None
+    params = load_classifier(critic.path, config)
+    return params, params["value_head"]["kernel"] if critic.keep_head else None
 
 
 def reference_params(config: Config, model: Model, mesh: Mesh) -> Any:
