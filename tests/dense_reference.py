@@ -134,6 +134,16 @@ def correction(algorithm: AlgorithmConfig, t: Trajectory, logp: np.ndarray) -> n
     return weights
 
 
+def anchors(ts: list[Trajectory], old_params: tuple[Any, Any], ref_policy: Any) -> tuple[Any, Any]:
+    """Of each trajectory (log-probabilities, values, value behind it), and the reference's."""
+    old, ref = [], []
+    for t in ts:
+        logprobs, values, end = outputs(*old_params, t)
+        old.append((chosen(logprobs, t), values, end))
+        ref.append(chosen(outputs(ref_policy, old_params[1], t)[0], t))
+    return old, ref
+
+
 def objective(
     algorithm: AlgorithmConfig,
     ts: list[Trajectory],
@@ -144,11 +154,7 @@ def objective(
     horizon: int,
 ) -> jax.Array:
     """The loss of one update over all of `ts`, at `params`, with anchors made at `old_params`."""
-    old, ref = [], []
-    for t in ts:
-        logprobs, values, end = outputs(*old_params, t)
-        old.append((chosen(logprobs, t), values, end))
-        ref.append(chosen(outputs(ref_policy, old_params[1], t)[0], t))
+    old, ref = anchors(ts, old_params, ref_policy)
     advantages, returns = advantages_and_returns(algorithm, ts, outcomes, old, ref)
     terms, nll, good = [], 0.0, 0
     for i, t in enumerate(ts):

@@ -36,7 +36,7 @@ COMBINATIONS = {
         gae_over="response", gamma=0.9, lam=0.8, whiten="group", value_clip=None, value_coef=0.7
     ),
     "bootstrap": AlgorithmConfig(
-        truncated="bootstrap", gamma=0.95, whiten="off", kl_in="reward", kl_kind="k3", kl_coef=0.1
+        truncated="bootstrap", gamma=0.95, whiten="off", kl_in="reward", kl_kind="abs", kl_coef=0.02
     ),
     "bootstrap over the response": AlgorithmConfig(
         truncated="bootstrap", gae_over="response", lam_alpha=0.3, value_clip=0.1, gamma=0.9
@@ -178,6 +178,15 @@ def test_every_layout_gives_the_numbers_of_the_dense_reference(name: str) -> Non
 
     ts = trajectories()
     old, ref = make_params(), make_params(seed=9)[0]
+    anchors = dense_reference.anchors(ts, old, ref)
+    dense = dense_reference.advantages_and_returns(algorithm, ts, make_outcomes(ts), *anchors)
+    for i, t in enumerate(ts):
+        for field, expected in zip(("advantages", "returns"), dense, strict=True):
+            if field == "advantages" or algorithm.advantage_mode == "gae":
+                got = results["packed"]["by trajectory"][field][i]
+                np.testing.assert_allclose(
+                    got, expected[i][np.array(t.mask)], rtol=1e-5, atol=1e-5, err_msg=field
+                )
 
     def loss(policy: Any, value: Any) -> jax.Array:
         return dense_reference.objective(
