@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from jaxrl.config import Config, RolloutConfig, SourceConfig
 from jaxrl.config_algorithm_checks import algorithm_rules
 from jaxrl.config_ranges import out_of_range
+from jaxrl.config_reward_checks import reward_rules
 from jaxrl.errors import ConfigError
 
 __all__ = ["check_config"]
@@ -37,10 +38,10 @@ def check_config(config: Config) -> None:
 def _combinations(config: Config) -> Iterator[str]:
     rules: tuple[Callable[[Config], Iterator[str]], ...] = (
         _required,
+        reward_rules,
         _data,
         _batch,
         _rows,
-        _critic,
         _sampling,
         _servers,
         algorithm_rules,
@@ -57,17 +58,6 @@ def _required(config: Config) -> Iterator[str]:
         yield "run_dir is empty; give the folder the run writes to"
     if config.model.make is not None and not _FUNCTION.fullmatch(config.model.make):
         yield f"model.make={config.model.make!r} must read module:function"
-    names = [function.fn for function in config.reward.functions]
-    if not names:
-        yield (
-            "reward.functions is empty; name at least one, e.g. "
-            "reward.functions='[{fn: jaxrl.reward_functions:last_number}]'"
-        )
-    for i, name in enumerate(names):
-        if not _FUNCTION.fullmatch(name):
-            yield f"reward.functions[{i}].fn={name!r} must read module:function"
-        elif name in names[:i]:
-            yield f"reward.functions[{i}].fn={name!r} is listed twice; list it once with one weight"
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -136,24 +126,6 @@ def _rows(config: Config) -> Iterator[str]:
             f"packing.micro_batch_tokens={config.packing.micro_batch_tokens} must hold a row of "
             f"{fitting[0]} tokens{each}, which a trajectory of {longest} may need; set it to at "
             f"least {fitting[0] * shards}"
-        )
-
-
-def _critic(config: Config) -> Iterator[str]:
-    critic = config.critic
-    if critic.kind == "head" and critic.path is not None:
-        yield f"critic.path={critic.path!r} is read for critic.kind=model only; set it to null"
-    if critic.kind == "model" and not critic.trunk_gradient:
-        yield "critic.trunk_gradient=false concerns critic.kind=head only; set it to true"
-    if critic.warmup_iterations and not config.needs_critic:
-        yield (
-            f"critic.warmup_iterations={critic.warmup_iterations} needs a critic, which "
-            f"algorithm.advantage_mode={config.algorithm.advantage_mode} has not; set it to 0"
-        )
-    elif critic.warmup_iterations >= config.iterations:
-        yield (
-            f"critic.warmup_iterations={critic.warmup_iterations} must be less than "
-            f"iterations={config.iterations}, or the policy is never trained"
         )
 
 
