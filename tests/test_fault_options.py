@@ -15,10 +15,17 @@ import numpy as np
 import optax
 import pytest
 from iterating import iterations, made_up, toy_config, toy_state
+from stepping import lay_out, make_trajectories, one
 
+from jaxrl.config import CriticConfig
+from jaxrl.critic import make_forward
+from jaxrl.cursor import PromptCursor
 from jaxrl.errors import TrainingError
+from jaxrl.rollouts import Rollouts
+from jaxrl.scoring import Scores
 from jaxrl.state import make_optimizers
 from jaxrl.trainer import _check_health
+from jaxrl.types import Prompt, Sampling, Trajectory
 
 FLIPS = {
     # key: what else is set with it and without it, and the value
@@ -82,7 +89,7 @@ OPTIMIZER_FLIPS = {
     "beta2": ("", 0.5),
     "eps": ("", 0.1),
     "weight_decay": ("", 0.1),
-    "max_grad_norm": ("", 0.01),
+    "max_grad_norm": ("", 0),
 }
 
 
@@ -145,3 +152,64 @@ def test_cf04_the_run_stops_after_so_many_skipped_updates() -> None:
     _check_health(toy_config("algorithm.max_skipped_in_a_row=3"), state)
     with pytest.raises(TrainingError, match="max_skipped_in_a_row=2"):
         _check_health(toy_config("algorithm.max_skipped_in_a_row=2"), state)
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_cf04_the_value_loss_reaches_the_trunk_or_not(reaches: bool) -> None:
+    """critic.trunk_gradient: the head's gradient is there either way, the trunk's as it says."""
+    model: Any = SimpleNamespace(
+        hidden=None, head=None, config=SimpleNamespace(tie_word_embeddings=False)
+    )
+    forward = make_forward(model, CriticConfig(trunk_gradient=reaches))
+    assert forward.values is not None
+    packed = one(one(lay_out(make_trajectories(4))))
+    hidden = jnp.ones((*packed.tokens.shape, 3))
+    head = {"value_head": {"kernel": jnp.ones((3, 1)), "bias": jnp.zeros(1)}}
+
+    def total(head: Any, hidden: jax.Array) -> jax.Array:
+        return forward.values(head, hidden, packed).sum()  # type: ignore[misc]
+
+    of_head, of_hidden = jax.grad(total, argnums=(0, 1))(head, hidden)
+    assert np.abs(of_head["value_head"]["kernel"]).min() > 0
+    assert bool(np.abs(of_hidden).max() > 0) is reaches
+
+
+class Answers:
+    """An engine that says the same to every prompt."""
+
+    def generate(self, prompts: list[Prompt], *, samples: int, **_: Any) -> list[Trajectory]:
+        return [
+            Trajectory(
+                prompt=prompt, sample=i, response_ids=(1,), logprobs=(-1.0,), finish_reason="stop"
+            )
+            for prompt in prompts
+            for i in range(samples)
+        ]
+
+
+def rows_of_a_batch(*overrides: str) -> list[int]:
+    """Rows of two prompts out of ten, of which only every third has samples that differ."""
+    prompts = [Prompt(row=i, ids=(i,), text="", columns={}) for i in range(10)]
+
+    def score(trajectories: Any) -> Scores:
+        values = [float(t.sample) if t.prompt.row % 3 == 2 else 1.0 for t in trajectories]
+        return Scores(np.array(values, np.float32), np.ones(len(values), bool), {})
+
+    engine: Any = Answers()
+    rollouts = Rollouts(
+        toy_config("rollout.prompts=2", *overrides),
+        engine,
+        PromptCursor(prompts, seed=0, shuffle=False),
+        Sampling(max_new_tokens=1),
+        score,
+    )
+    return [prompt.row for prompt in rollouts.take(0).prompts]
+
+
+def test_cf04_dynamic_sampling_goes_on_to_prompts_with_spread_for_so_many_rounds() -> None:
+    dynamic = "rollout.dynamic_sampling=true"
+    assert rows_of_a_batch() == [0, 1]
+    # Rounds take 0 and 1, then 2 and 3, then what is missing one at a time: 4, then 5.
+    assert rows_of_a_batch(dynamic) == [2, 5]
+    # Two rounds find one; the first group without spread fills the batch.
+    assert rows_of_a_batch(dynamic, "rollout.max_rounds=2") == [0, 2]
