@@ -33,6 +33,7 @@ __all__ = ["Environment", "Reply", "Turn"]
 
 Message = Mapping[str, Any]
 _RESERVED = ("messages", "text")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class Turn(NamedTuple):
@@ -174,7 +175,7 @@ def _read(answer: Any) -> Reply:
     message, reward, over = answer
     if not isinstance(over, bool | np.bool_):
         raise ValueError(f"over is {_short(over)}, not a bool")
-    if not isinstance(reward, numbers.Real) or not abs(float(reward)) <= np.finfo(np.float32).max:
+    if not isinstance(reward, numbers.Real) or not abs(float(reward)) <= _LARGEST:
         raise ValueError(f"the reward is {_short(reward)}, not a finite number")
     if over:
         return Reply(None, float(reward), True)

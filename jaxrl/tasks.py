@@ -101,8 +101,8 @@ def chain_sum(split: Split, seed: int = 0, size: int | None = None) -> list[Row]
 def products(split: Split, seed: int = 0, size: int | None = None) -> list[Row]:
     """Products a * b of numbers from 11 to 99, to be found with a calculator.
 
-    The prompt is a chat that shows the call once, ``calc(12 * 34)``, with its result and the answer
-    given from it. Of the other 4,004 unordered pairs 200 are held out (split "test", each asked
+    The prompt is a chat that says to use it and shows the call once, ``calc(12 * 34)``, with its
+    result and the answer given from it. Of the other 4,004 unordered pairs 200 are held out (split "test", each asked
     once); the others are for training, in both orders.
 
     Args:
@@ -124,6 +124,7 @@ def products(split: Split, seed: int = 0, size: int | None = None) -> list[Row]:
 def _with_example(a: int, b: int) -> list[dict[str, str]]:
     shown = str(_SHOWN[0] * _SHOWN[1])
     chat = (
+        ("system", "Use calc to compute."),
         ("user", "What is {} * {}?".format(*_SHOWN)),
         ("assistant", "calc({} * {})".format(*_SHOWN)),
         ("tool", shown),
