@@ -111,7 +111,7 @@ def build(config: Config) -> Run:
     cursor = PromptCursor(prompts, seed=config.seed, shuffle=config.data.shuffle)
     scorer = Scorer(config.reward, mesh)
     try:
-        scorer.probe(prompts)
+        scorer.probe([*prompts, *held_out])
         engine = _engine(config, model, folder, prompts)
     except BaseException:
         scorer.close()

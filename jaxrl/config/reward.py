@@ -13,7 +13,7 @@ class RewardFunctionConfig:
 
     fn: str = ""
     """`module:function`, called as fn(prompts=, completions=, completion_ids=, **columns);
-    returns one float a completion."""
+    returns for each completion one float, or a list with one for each of its token ids."""
     weight: float = 1.0
     """Factor in the weighted sum."""
 
@@ -24,7 +24,7 @@ class RewardModelConfig:
 
     path: str = ""
     """Folder of a Hugging Face sequence classifier with one label, of a family the policy may have:
-    config.json, safetensors, tokenizer."""
+    config.json, safetensors, tokenizer. Its score is read at the last token."""
     weight: float = 1.0
     """Factor in the weighted sum."""
     chat: bool = True
@@ -43,7 +43,8 @@ class RewardServerConfig:
     """One remote reward (an entry of `reward.servers`): asked over HTTP."""
 
     url: str = ""
-    """Where to POST {prompts, completions, completion_ids, columns}; answers {"rewards": [...]}."""
+    """Where to POST {prompts, completions, completion_ids, columns}; answers {"rewards": [...]}, as
+    a function would. Proxies are not used."""
     weight: float = 1.0
     """Factor in the weighted sum."""
     batch_size: int = 64
@@ -51,7 +52,7 @@ class RewardServerConfig:
     concurrency: int = 8
     """Requests in flight."""
     attempts: int = 4
-    """How often a request is sent while there is no answer, or one of 408, 429 or 5xx."""
+    """How often a request is sent while there is no answer, or 408, 425, 429 or 5xx."""
     timeout_s: float = 60.0
     """Seconds an attempt may take."""
 
@@ -64,15 +65,17 @@ class RewardConfig:
     """Python functions, called in a worker process. The score is the weighted sum of functions,
     models and servers; at least one of these, unless `rollout.env` gives rewards."""
     models: list[RewardModelConfig] = field(default_factory=list)
-    """Reward models."""
+    """Reward models, computed on the trainer's devices."""
     servers: list[RewardServerConfig] = field(default_factory=list)
-    """Remote rewards."""
+    """Remote rewards, for what needs another machine or library."""
     timeout_s: float = 60.0
     """Seconds a call in the worker process may take."""
     on_invalid: Literal["error", "drop"] = "error"
     """None, NaN or inf for a completion stops the run, or takes it out of the update, counted."""
     normalise: Literal["off", "std", "mean_std"] = "off"
-    """Divide scores by the deviation of all scores so far, after taking off their mean or not."""
+    """Divide scores by the deviation of all scores so far, after taking off their mean or not.
+    GAE needs no normalised rewards if its advantages are whitened; a reward model's scale, or one
+    that drifts, is another matter (https://arxiv.org/abs/2005.12729 on running deviations)."""
     scale: float = 1.0
     """Factor on the (normalised) score."""
     shift: float = 0.0
