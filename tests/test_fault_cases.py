@@ -165,9 +165,7 @@ def test_ds08_rows_with_one_text_are_groups_of_their_own() -> None:
     assert len({t.prompt.ids for t in ts}) == 1
     outcomes, _, _ = judge(config, 0, batch_of(ts, [0, 0, 1, 1]), np.zeros(3))
     assert outcomes.groups.tolist() == [0, 0, 1, 1]
-    _, metrics = iterations(
-        config, 1, [(ts, Scores(np.array([0.0, 0, 1, 1]), np.ones(4, bool), {}))]
-    )
+    _, metrics = iterations(config, [(ts, Scores(np.array([0.0, 0, 1, 1]), np.ones(4, bool), {}))])
     assert metrics[0]["policy/grad_norm"] == 0.0
 
 

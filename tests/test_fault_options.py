@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +171,7 @@ def test_cf04_the_value_loss_reaches_the_trunk_or_not(reaches: bool) -> None:
     def total(head: Any, hidden: jax.Array) -> jax.Array:
         return forward.values(head, hidden, packed).sum()  # type: ignore[misc]
 
+    of_head: Any
     of_head, of_hidden = jax.grad(total, argnums=(0, 1))(head, hidden)
     assert np.abs(of_head["value_head"]["kernel"]).min() > 0
     assert bool(np.abs(of_hidden).max() > 0) is reaches
