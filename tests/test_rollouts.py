@@ -12,12 +12,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxrl.config import CheckpointConfig, Config, EvalConfig, RolloutConfig
 from jaxrl.cursor import PromptCursor
 from jaxrl.errors import RolloutError
 from jaxrl.rollouts import Rollouts, is_due, rollout_seed
+from jaxrl.scoring import Scores
 from jaxrl.types import Prompt, Sampling, Trajectory
 
 PROMPTS = [Prompt(row=i, ids=(i + 1,), text="", columns={}) for i in range(6)]
@@ -55,6 +57,10 @@ class Recorder:
         ]
 
 
+def unscored(trajectories: Sequence[Trajectory]) -> Scores:
+    return Scores(np.zeros(len(trajectories), np.float32), np.ones(len(trajectories), bool), {})
+
+
 def config(
     staleness: int, *, evaluate: int = 0, checkpoint: int = 0, iterations: int = 8
 ) -> Config:
@@ -81,7 +87,7 @@ def train(settings: Config, first: int = 0, cursor: dict[str, int] | None = None
     engine.version = first
     if cursor:
         prompts.restore(cursor)
-    rollouts = Rollouts(settings, engine, prompts, SAMPLING)  # type: ignore[arg-type]
+    rollouts = Rollouts(settings, engine, prompts, SAMPLING, unscored)  # type: ignore[arg-type]
     ages, rows, places = [], [], []
     for iteration in range(first, settings.iterations):
         batch = rollouts.take(iteration)
@@ -139,7 +145,7 @@ def test_what_a_stopped_run_saves_knows_nothing_of_batches_begun_ahead():
 
 def test_the_next_batch_is_generated_while_the_trainer_works():
     engine, settings = Recorder(), config(1)
-    rollouts = Rollouts(settings, engine, PromptCursor(PROMPTS, seed=0), SAMPLING)  # type: ignore[arg-type]
+    rollouts = Rollouts(settings, engine, PromptCursor(PROMPTS, seed=0), SAMPLING, unscored)  # type: ignore[arg-type]
     rollouts.take(0)
     rollouts._begun[0][1].result(timeout=30)  # batch 1 was begun with it and is finished
     engine.go.clear()
@@ -155,7 +161,7 @@ def test_the_next_batch_is_generated_while_the_trainer_works():
 
 def test_an_error_of_a_batch_ahead_is_raised_where_that_batch_is_taken():
     engine, settings = Recorder(), config(1)
-    rollouts = Rollouts(settings, engine, PromptCursor(PROMPTS, seed=0), SAMPLING)  # type: ignore[arg-type]
+    rollouts = Rollouts(settings, engine, PromptCursor(PROMPTS, seed=0), SAMPLING, unscored)  # type: ignore[arg-type]
     engine.go.clear()
     taken: list[Any] = []
     thread = threading.Thread(target=lambda: taken.append(_caught(rollouts, 0)))
@@ -185,7 +191,8 @@ def test_due_points():
 
 
 def test_groups_and_ages_of_a_batch_with_holes():
-    from jaxrl.iteration import _groups, _provenance, _too_old
+    from jaxrl.iteration import _provenance
+    from jaxrl.outcomes import _groups, too_old
     from jaxrl.rollouts import Batch
 
     prompts = [PROMPTS[4], dataclasses.replace(PROMPTS[4], epoch=1), PROMPTS[1]]
@@ -205,12 +212,13 @@ def test_groups_and_ages_of_a_batch_with_holes():
         sampled(prompts[0], 7),
         sampled(prompts[2], 6, (6, 7)),  # nothing came back for the prompt between
         sampled(prompts[2], 4),
+        sampled(prompts[2], 5),  # exactly as old as is allowed
     ]
-    batch = Batch(prompts, trajectories, {})
-    assert _groups(batch).tolist() == [0, 2, 2]
+    batch = Batch(prompts, trajectories, unscored(trajectories), {}, {})
+    assert _groups(batch).tolist() == [0, 2, 2, 2]
     settings = config(2)
-    assert _too_old(settings, 7, trajectories).tolist() == [False, False, True]
+    assert too_old(settings, 7, trajectories).tolist() == [False, False, True, False]
     figures = _provenance(settings, 7, trajectories)
     assert figures["rollout/staleness_max"] == 3.0
-    assert figures["rollout/staleness_mean"] == pytest.approx((0 + 0 + 1 + 0 + 3 + 3) / 6)
+    assert figures["rollout/staleness_mean"] == pytest.approx((0 + 0 + 1 + 0 + 3 + 3 + 2 + 2) / 8)
     assert figures["rollout/too_old"] == 1.0

@@ -111,7 +111,7 @@ def go(config: Config, *, greedy: bool = False, watch: Callable[[Run], None] | N
     run = build(config)
     spy = Spied(run.engine)
     sampling = dataclasses.replace(run.sampling, temperature=0.0) if greedy else run.sampling
-    rollouts = Rollouts(config, spy, run.cursor, sampling)  # type: ignore[arg-type]
+    rollouts = Rollouts(config, spy, run.cursor, sampling, run.score)  # type: ignore[arg-type]
     run = dataclasses.replace(run, engine=spy, rollouts=rollouts)  # type: ignore[arg-type]
     try:
         if watch:
