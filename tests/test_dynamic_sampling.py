@@ -174,7 +174,7 @@ def test_prompts_that_are_left_out_are_replaced_and_fill_nothing():
     """Refused ones count as missing; a round of which nothing comes back does not end the run."""
     rollouts, engine = rollouts_of(spread=[0, 2, 3], engine=Engine(left_out=[0, 3, 4]))
     batch = rollouts.take(0)
-    assert engine.asked == [[0, 1], [2, 3]]  # of [4] nothing came back
+    assert engine.asked == [[0, 1], [2, 3], [4]]
     assert rows(batch) == [1, 2]
     assert batch.cursor["position"] == 5
     matches(batch)
