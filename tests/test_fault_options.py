@@ -1,13 +1,16 @@
 """CF-04: every setting changes something that is computed; none is parsed and then forgotten.
 
-Settings of the algorithm, of rewards, optimizers and packing are flipped one at a time in two
-iterations of the toy; the others change what other tests see.
+Settings of the algorithm, of the shaping of rewards, of packing and of optimizers are flipped one
+at a time; of the others it is checked that the code reads them, and what they do is a matter for
+the tests of the rooms that read them.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +23,7 @@ from iterating import iterations, made_up, toy_config, toy_state
 from stepping import lay_out, make_trajectories, one
 
 from jaxrl.config import CriticConfig
+from jaxrl.config_schema import settings
 from jaxrl.critic import make_forward
 from jaxrl.cursor import PromptCursor
 from jaxrl.errors import TrainingError
@@ -28,6 +32,8 @@ from jaxrl.scoring import Scores
 from jaxrl.state import make_optimizers
 from jaxrl.trainer import _check_health
 from jaxrl.types import Prompt, Sampling, Trajectory
+
+ROOT = Path(__file__).parents[1]
 
 FLIPS = {
     # key: what else is set with it and without it, and the value
@@ -93,6 +99,38 @@ OPTIMIZER_FLIPS = {
     "weight_decay": ("", 0.1),
     "max_grad_norm": ("", 0),
 }
+
+
+FLIPPED_ELSEWHERE = {
+    "algorithm.max_skipped_in_a_row",
+    "critic.trunk_gradient",
+    "rollout.dynamic_sampling",
+    "rollout.max_rounds",
+}
+"""By tests of their own below."""
+
+SETTINGS_ROOMS = "config_"
+"""Files that parse and check settings: to be read there is not to be used."""
+
+
+def test_cf04_no_setting_of_these_sections_is_left_out() -> None:
+    optimizers = {f"optim.{t}.{name}" for t in ("policy", "value") for name in OPTIMIZER_FLIPS}
+    covered = FLIPS.keys() | optimizers | FLIPPED_ELSEWHERE
+    keys = {s.key for s in settings()}
+    shaping = {f"reward.{name}" for name in ("normalise", "scale", "shift", "clip")}
+    wanted = {k for k in keys if k.startswith(("algorithm.", "optim.", "packing."))} | shaping
+    assert wanted <= covered <= keys
+
+
+def test_cf04_every_setting_is_read_by_the_code_that_it_is_for() -> None:
+    package = ROOT / "jaxrl"
+    read: set[str] = set()
+    for path in package.rglob("*.py"):
+        if not path.relative_to(package).as_posix().startswith(SETTINGS_ROOMS):
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            read |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names = {s.key: s.key.rsplit(".", 1)[-1] for s in settings()}
+    assert not {key for key, name in names.items() if name not in read}
 
 
 @cache
