@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers.processors import TemplateProcessing
 
 from jaxrl.tiny import EOS, PAD, tiny_tokenizer
 
-TEMPLATE = "{% for m in messages %}{{ m.role[0] + '>' + m.content + '<eos>' }}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + '>' + m.content + '<eos>' }}{% endfor %}"
+    "{% if add_generation_prompt %}a>{% endif %}"
+)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True},
     "mistral": {"sliding_window": 4},
@@ -51,9 +55,16 @@ def save_model(folder: Path, family: str = "qwen3", *, kind: str = "reward", **k
     return model
 
 
-def save_tokenizer(folder: Path, *, template: str | None = TEMPLATE, pad: str = PAD) -> None:
-    """The character tokenizer, into a model's folder."""
-    tiny_tokenizer().save(str(folder / "tokenizer.json"))
+def save_tokenizer(
+    folder: Path, *, template: str | None = TEMPLATE, pad: str = PAD, bos: bool = False
+) -> None:
+    """The character tokenizer, into a model's folder; with bos it begins every text with <eos>."""
+    tokenizer = tiny_tokenizer()
+    if bos:
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{EOS} $A", special_tokens=[(EOS, tokenizer.token_to_id(EOS))]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": pad,
@@ -61,6 +72,8 @@ def save_tokenizer(folder: Path, *, template: str | None = TEMPLATE, pad: str = 
         "clean_up_tokenization_spaces": False,
         "padding_side": "right",
     }
+    if bos:
+        settings["bos_token"] = EOS
     if template is not None:
         settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from jaxrl.config import MeshConfig, RewardConfig, RewardFunctionConfig, RewardModelConfig
+from jaxrl.config import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from jaxrl.errors import RewardError
 from jaxrl.reward_model import RewardModel, plan_scores
 from jaxrl.reward_request import Asked
 from jaxrl.scoring import Scorer
-from jaxrl.sharding import make_mesh
 from jaxrl.types import Prompt
 from tests.classifiers import FAMILIES, change_config, save_model, save_tokenizer
 
@@ -108,6 +111,25 @@ def test_a_score_does_not_depend_on_its_company(folder: Path) -> None:
     np.testing.assert_allclose(rewards(split, PROMPTS, COMPLETIONS), alone, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("chatting", "prompt", "text"),
+    [
+        (True, "ab", "s>be good<eos>u>ab<eos>a>c<eos>"),  # the template's alone
+        (False, "ab", "<eos>abc"),
+        (False, "<eos>ab", "<eos>abc"),  # there already
+    ],
+)
+def test_special_tokens_come_once(chatting: bool, prompt: str, text: str, tmp_path: Path) -> None:
+    reference = save_model(tmp_path)
+    save_tokenizer(tmp_path, bos=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer("a")["input_ids"] == [1, 2]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ours = scores(tmp_path, [prompt], ["c"], chat=chatting)
+    np.testing.assert_allclose(ours, [torch_score(reference, ids)], rtol=1e-4, atol=1e-4)
+    assert abs(torch_score(reference, [1, *ids]) - ours[0]) > 1e-3
+
+
 def test_of_a_long_text_the_last_tokens_are_read(tmp_path: Path) -> None:
     reference = save_model(tmp_path)
     save_tokenizer(tmp_path)
@@ -129,11 +151,36 @@ def test_bfloat16_is_near_and_scores_stay_float32(folder: Path) -> None:
     assert model._params["value_head"]["kernel"].dtype == np.float32
 
 
-def test_on_a_mesh(folder: Path) -> None:
-    mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1), jax.devices()[:1])
-    model = RewardModel(RewardModelConfig(path=str(folder)), key="k", mesh=mesh)
-    ours = rewards(model, PROMPTS, COMPLETIONS)
-    np.testing.assert_allclose(ours, scores(folder, PROMPTS, COMPLETIONS), rtol=1e-6)
+ON_MESHES = """
+import json, sys, jax
+from jaxrl.config import MeshConfig, RewardModelConfig
+from jaxrl.reward_model import RewardModel
+from jaxrl.sharding import make_mesh
+from tests.test_reward_model import COMPLETIONS, PROMPTS, rewards
+for sizes in ({"data": 4}, {"data": 2, "tensor": 2}, {"data": 1, "fsdp": 2, "tensor": 2}):
+    mesh = make_mesh(MeshConfig(**{"data": 1, "fsdp": 1, "tensor": 1} | sizes))
+    settings = RewardModelConfig(path=sys.argv[1], max_tokens=64, batch_tokens=128)
+    model = RewardModel(settings, key="k", mesh=mesh)
+    print(json.dumps(rewards(model, PROMPTS, COMPLETIONS).tolist()))
+"""
+
+
+def test_scores_are_the_same_on_every_mesh(folder: Path) -> None:
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    done = subprocess.run(
+        [sys.executable, "-c", ON_MESHES, str(folder)],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    expected = scores(folder, PROMPTS, COMPLETIONS)
+    for line in lines:
+        np.testing.assert_allclose(json.loads(line), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_it_ranks_texts_by_what_it_was_fitted_to(tmp_path: Path) -> None:
