@@ -114,6 +114,23 @@ def test_kl06_a_coefficient_adapts_by_the_rule_or_stays(
     np.testing.assert_allclose(nothing.kl_coef, 0.1, rtol=1e-6)  # no response, no evidence
 
 
+def test_ag04_an_iteration_of_truncated_responses_that_are_masked_moves_nothing() -> None:
+    config = toy_config("algorithm.truncated=mask", "optim.policy.weight_decay=0.1")
+    ts = [said(5, 6, 7, reason="length", row=i // 2, sample=i % 2) for i in range(12)]
+    scores = Scores(np.arange(12, dtype=np.float32), np.ones(12, bool), {})
+    state, metrics = iterations(config, [(ts, scores)])
+    before = toy_state(config)
+    for name in ("policy_params", "value_params", "policy_opt", "value_opt"):
+        for a, b in zip(
+            jax.tree.leaves(getattr(state, name)),
+            jax.tree.leaves(getattr(before, name)),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(a, b)
+    assert metrics[0]["loss"] == metrics[0]["policy/tokens"] == 0.0
+    assert int(state.skipped) == 0 and int(state.iteration) == 1
+
+
 # --- tokens that a server reports ---
 
 

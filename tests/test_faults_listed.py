@@ -126,6 +126,7 @@ HELD = {
     "AG-04": """
         tests/test_reduce.py::test_ag_04_nothing_valid_gives_zero_and_zero_gradients
         tests/test_steps.py::test_an_update_without_policy_tokens_changes_nothing
+        tests/test_fault_cases.py::test_ag04_an_iteration_of_truncated_responses_that_are_masked_moves_nothing
     """,
     "AG-05": """
         tests/test_reduce.py::test_ag_05_a_part_without_tokens_does_not_dilute_the_rest
