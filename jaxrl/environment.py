@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxrl.errors import ConfigError, DataError, RolloutError
 from jaxrl.named_function import load_function
-from jaxrl.rollout.sglang.loop_thread import LoopThread
+from jaxrl.rollout.sglang.loop_thread import LoopThread, StuckError
 from jaxrl.types import Prompt
 
 __all__ = ["Environment", "Reply", "Turn"]
@@ -129,13 +129,21 @@ class Environment:
                 for task in tasks:
                     task.cancel()
 
-        return self._loop.run(round_of_calls())
+        try:
+            return self._loop.run(round_of_calls(), stuck_s=self._timeout_s)
+        except StuckError:
+            raise RolloutError(
+                f"rollout.env={self.name} has blocked the event loop of all episodes for more than "
+                f"rollout.env_timeout_s={self._timeout_s:g} s (one of {len(turns)} calls, the "
+                f"first for {turns[0].name}); await what takes long, or put it into "
+                "asyncio.to_thread"
+            ) from None
 
     def close(self) -> None:
         """End the loop and what runs in it; idempotent."""
         # A call that blocks the loop cannot be ended from outside; its thread dies with the run.
         with contextlib.suppress(TimeoutError):
-            self._loop.close()
+            self._loop.close(seconds=2.0)
 
     async def _call(self, turn: Turn) -> Reply:
         # It may change what it is given: the next turn is not to depend on that.

@@ -87,6 +87,11 @@ async def gives(*, messages: Any, text: str, answer: str, **_: Any) -> Any:
     return eval(answer) if spoken(messages) == 2 else ("more", 0.0, False)
 
 
+async def blocks(*, messages: Any, text: str, **_: Any) -> tuple[None, float, bool]:
+    time.sleep(1.0)
+    return None, 0.0, True
+
+
 def not_async(*, messages: Any, text: str, **_: Any) -> tuple[None, float, bool]:
     return None, 0.0, True
 

@@ -267,6 +267,13 @@ def test_a_call_that_hangs_is_ended(concurrent: bool):
         assert time.monotonic() - begun < 1.2
 
 
+def test_a_call_that_blocks_all_others_is_found():
+    """No time limit of asyncio would ever be looked at."""
+    with closing(Environment("playing:blocks", 0.2)) as environment:
+        with pytest.raises(RolloutError, match="blocked the event loop .* row 4, sample 0, turn 1"):
+            play(Scripted({(4, 0): [(30, EOS)]}), [chat_prompt(4)], stage_of(environment))
+
+
 @pytest.mark.parametrize("environment", ["meets"], indirect=True)
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_calls_of_a_round_run_side_by_side(environment: Environment, concurrent: bool):

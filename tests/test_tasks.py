@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from itertools import combinations
+from typing import Any
 
 import pytest
 
 from jaxrl.errors import DataError
-from jaxrl.tasks import chain_sum, larger_of_two, reverse_letters, sums
+from jaxrl.tasks import chain_sum, larger_of_two, products, reverse_letters, sums
 
 Rows = list[dict[str, str]]
 
@@ -111,3 +112,27 @@ def test_reversed_letters_refuse_what_does_not_exist() -> None:
         list(reverse_letters("test", size=100, length=1))
     with pytest.raises(DataError, match="split='tset' must be one of train, validation, test"):
         list(reverse_letters("tset"))  # type: ignore[arg-type]
+
+
+def test_products_are_right_and_held_out_in_both_orders() -> None:
+    def asked(row: dict[str, Any]) -> tuple[int, int]:
+        a, b = re.findall(r"\d+", row["prompt"][-1]["content"])
+        return int(a), int(b)
+
+    trained, held = products("train"), products("test")
+    for row in trained + held:
+        a, b = asked(row)
+        assert 11 <= min(a, b) and max(a, b) <= 99 and row["answer"] == str(a * b)
+        # One worked example before the question, of a product that is never asked.
+        roles = [message["role"] for message in row["prompt"]]
+        assert roles == ["system", "user", "assistant", "tool", "assistant", "user"]
+        assert [m["content"] for m in row["prompt"][2:5]] == ["calc(12 * 34)", "408", "408"]
+        assert {a, b} != {12, 34}
+    pairs = {tuple(sorted(asked(row))) for row in held}
+    assert len(held) == len(pairs) == 200
+    others = {asked(row) for row in trained}
+    assert len(others) == len(trained) and not pairs & {tuple(sorted(pair)) for pair in others}
+    assert {pair[::-1] for pair in others} == others
+    assert len({tuple(sorted(pair)) for pair in others}) == 4004 - 200
+    assert pairs == {tuple(sorted(asked(row))) for row in products("test", seed=5)}
+    assert [asked(r) for r in products("test", seed=5)] != [asked(r) for r in held]

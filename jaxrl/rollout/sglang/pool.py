@@ -53,6 +53,7 @@ class Pool:
         self._steady.set()
         self._pauses = 0
         self._watch: asyncio.Task[None] | None = None
+        self._rechecking: asyncio.Task[None] | None = None
 
     @property
     def seats(self) -> list[Seat]:
@@ -155,9 +156,15 @@ class Pool:
     async def recheck(self) -> None:
         """See that the servers that are up still run the weights; quick, where nothing happened.
 
-        One that was restarted since it was last asked is healthy, and would answer.
+        One that was restarted since it was last asked is healthy, and would answer. Callers that
+        ask at once, each with an episode of its own say, share one look.
         """
+        if self._rechecking is None:
+            self._rechecking = asyncio.create_task(self._recheck())
+            self._rechecking.add_done_callback(lambda _: setattr(self, "_rechecking", None))
+        await asyncio.shield(self._rechecking)
 
+    async def _recheck(self) -> None:
         async def one(seat: Seat) -> None:
             try:
                 await self._current(seat.client)
