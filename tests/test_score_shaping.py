@@ -87,6 +87,15 @@ def test_equal_scores_divide_nothing(value: float) -> None:
         assert shape([value] * size, moments, normalise="mean_std")[0] == [0.0] * size
 
 
+@pytest.mark.parametrize("value", [1.0, -3e4])
+def test_rounding_is_no_deviation(value: float) -> None:
+    # The same sum in another order: the last bit of one of twenty scores.
+    values = [value] * 19 + [float(np.nextafter(np.float32(value), np.float32(np.inf)))]
+    shaped, _ = shape(values, normalise="mean_std")
+    assert max(map(abs, shaped)) < 1e-6 * abs(value)
+    assert shape(values, normalise="std")[0] == values
+
+
 def test_a_small_deviation_is_still_one() -> None:
     # A hundred-thousandth of the mean is more than float32's rounding of it.
     shaped, _ = shape([1.0, 1.00002], normalise="mean_std")

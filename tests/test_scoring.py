@@ -210,6 +210,13 @@ def test_a_token_without_a_finite_reward_makes_the_completion_invalid() -> None:
         run(s, "aa", "bb", "cc", "dd")
 
 
+def test_an_invalid_completion_has_no_token_rewards() -> None:
+    with scorer("bad", "array_steps", on_invalid="drop") as s:
+        scores = run(s, "a", "b", "c", "d")
+    assert scores.valid.tolist() == [True, False, False, False]
+    assert [t is None for t in scores.tokens] == [False, True, True, True]
+
+
 def test_weighted_token_rewards_beyond_float32_are_invalid() -> None:
     with scorer("huge_steps", on_invalid="drop", huge_steps=10.0) as s:
         scores = run(s, "aa")

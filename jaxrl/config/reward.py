@@ -77,8 +77,8 @@ class RewardConfig:
     GAE needs no normalised rewards if its advantages are whitened; a reward model's scale, or one
     that drifts, is another matter (https://arxiv.org/abs/2005.12729 on running deviations)."""
     scale: float = 1.0
-    """Factor on the (normalised) score."""
+    """Factor on the (normalised) score, and on rewards of single tokens and turns."""
     shift: float = 0.0
-    """Added to the scaled score."""
+    """Added to the scaled score, not to rewards of tokens and turns."""
     clip: float | None = None
     """Bound of the shifted score, in both directions; null: none."""
