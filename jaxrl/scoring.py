@@ -125,7 +125,7 @@ class Scorer:
             self._score(Asked(few, [""] * len(few), [[]] * len(few)), "drop")
 
     def close(self) -> None:
-        """End the worker and what is under way; the next `score` would start another.
+        """End the worker, the connections to servers, and what is under way there.
 
         Does not wait for another thread's `score`, which then fails.
         """

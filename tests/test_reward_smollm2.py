@@ -47,5 +47,5 @@ def test_scores_of_chats_are_those_of_transformers(tmp_path: Path) -> None:
         prompts.append(Prompt(row=i, ids=(1,), text=question, messages=tuple(messages), columns={}))
     ours = RewardModel(RewardModelConfig(path=str(tmp_path)), key="reward.models[0]")
     (scores,) = ours.ask(Asked(prompts, [answer for _, answer in CHATS], [[1]] * len(CHATS)))
-    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(np.array(scores, float), expected, rtol=1e-4, atol=1e-3)
     assert np.ptp(expected) > 0.1
