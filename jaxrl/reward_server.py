@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import json
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -123,21 +124,20 @@ class RewardServer:
     async def _post(self, body: dict[str, Any]) -> Any:
         """One answer, decoded."""
         wait = _FIRST_WAIT_S
-        for attempt in range(1, self._settings.attempts + 1):
+        for attempt in count(1):
             try:
                 async with self._free:
                     return await self._attempt(body)
             except Refused as error:
                 raise RewardError(f"{self._who} refuses: {error}") from error
             except (Unreachable, Busy) as error:
-                if attempt == self._settings.attempts:
+                if attempt >= self._settings.attempts:
                     raise RewardError(
                         f"{self._who} gave no rewards in {attempt} attempt(s): {error}; start or "
                         "repair it, or raise attempts or timeout_s of its entry in reward.servers"
                     ) from error
             await asyncio.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT_S)
-        raise AssertionError("attempts is at least 1")
 
     async def _attempt(self, body: dict[str, Any]) -> Any:
         seconds = self._settings.timeout_s

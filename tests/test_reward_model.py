@@ -288,6 +288,12 @@ def test_prompts_it_cannot_read_are_found_by_probe(folder: Path, tmp_path: Path)
         scorer.probe(asked([""], [""]).prompts)
 
 
+def test_a_plain_text_is_never_scored_as_half_a_chat(folder: Path) -> None:
+    plain = Prompt(row=4, ids=(1,), text="plain", columns={})
+    with pytest.raises(RewardError, match="row 4, prompt 'plain' is plain text"):
+        next(load(folder).ask(Asked([plain], ["abc"], [[7]])))
+
+
 def test_a_template_that_refuses_names_the_row(tmp_path: Path) -> None:
     save_model(tmp_path)
     save_tokenizer(tmp_path, template="{{ raise_exception('no system please') }}")
