@@ -78,8 +78,10 @@ class Continuation:
         closing, tail = self._split(chat, message)
         ids, closing_ids = self._encode(tail), self._encode(closing)
         if stopped and last in closing_ids:
+            # A template may put a line break between the content and its end.
             written = closing_ids.index(last) + 1
-            if ids[:written] == closing_ids[:written]:
+            blank = not self._tokenizer.decode(closing_ids[: written - 1]).strip()
+            if blank and ids[:written] == closing_ids[:written]:
                 ids = ids[written:]
         return tuple(ids)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -201,7 +201,7 @@ def test_ahead_the_prompts_are_those_of_a_run_in_step(staleness: int):
     in_step = rollouts_of(spread)[0]
     wanted = [in_step.take(i) for i in range(6)]
     engine = Engine()
-    engine.hold = lambda rows: threading.Event().wait(0.05 if len(rows) == 1 else 0.0)
+    engine.hold = lambda rows: time.sleep(0.05 if len(rows) == 1 else 0.0)
     ahead, _ = rollouts_of(spread, staleness=staleness, engine=engine)
     got = [ahead.take(i) for i in range(6)]
     ahead.close()

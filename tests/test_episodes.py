@@ -63,7 +63,7 @@ def environment(request: pytest.FixtureRequest) -> Iterator[Environment]:
 
 
 def play(engine: Any, prompts: Sequence[Prompt], stage: Stage | None, **changes: Any) -> Any:
-    sampling = SCRIPT if isinstance(engine, Scripted) else ASK
+    sampling = SCRIPT if type(engine) is Scripted else ASK
     given = {"samples": 1, "sampling": sampling, "seed": 7} | changes
     return collect(engine, prompts, stage, **given)
 
@@ -471,6 +471,21 @@ def test_a_template_without_tools_goes_on_with_users():
     assert user == encode("\n<bos>user\nand<eos>\n<bos>assistant\n")
     with pytest.raises(ValueError, match="no tools"):
         continuation.between(chat, {"role": "tool", "content": "and"}, EOS, stopped=True)
+
+
+def test_only_the_end_of_the_turn_counts_as_written():
+    """Another stop token that stands somewhere behind it is not what the policy wrote."""
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "7"}]
+    message = {"role": "tool", "content": "ok"}
+    (newline,) = encode("\n")
+    continuation = Continuation(TOKENIZER, TEMPLATE)
+    whole = encode("<eos>\n<bos>tool\nok<eos>\n<bos>assistant\n")
+    assert continuation.between(chat, message, newline, stopped=True) == whole
+    assert continuation.between(chat, message, EOS, stopped=True) == whole[1:]
+    assert continuation.between(chat, message, EOS, stopped=False) == whole
+    spaced = Continuation(TOKENIZER, TEMPLATE.replace("<eos>", "\n<eos>"))
+    after = encode("\n<bos>tool\nok\n<eos>\n<bos>assistant\n")
+    assert spaced.between(chat, message, EOS, stopped=True) == after
 
 
 def test_the_message_may_hold_what_ends_a_turn():
