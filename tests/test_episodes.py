@@ -63,7 +63,7 @@ def environment(request: pytest.FixtureRequest) -> Iterator[Environment]:
 
 
 def play(engine: Any, prompts: Sequence[Prompt], stage: Stage | None, **changes: Any) -> Any:
-    sampling = SCRIPT if type(engine) is Scripted else ASK
+    sampling = SCRIPT if hasattr(engine, "script") else ASK
     given = {"samples": 1, "sampling": sampling, "seed": 7} | changes
     return collect(engine, prompts, stage, **given)
 
