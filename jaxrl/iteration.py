@@ -40,11 +40,11 @@ def iterate(
 ) -> IterationResult:
     """Advance `state` by one iteration.
 
-    A stop is honoured up to the first update; from there the iteration is finished, so the state is
-    always that of a whole number of iterations.
+    A stop is honoured up to the first update, at once while rollouts and rewards are waited for;
+    from there the iteration is finished, so the state is always that of a whole number of them.
     """
     config, iteration = run.config, int(state.iteration)
-    with progress.phase("rollout", total=config.trajectories) as count:
+    with stop.at_once(), progress.phase("rollout", total=config.trajectories) as count:
         batch = run.rollouts.take(iteration, on_done=lambda finished: count(len(finished)))
         trajectories = batch.trajectories
         run.engine.rest()

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
 __all__ = ["StopRequested", "StopSignal"]
 
 
-class StopRequested(Exception):
-    """Raised between two phases after a signal; the unfinished iteration is dropped."""
+class StopRequested(BaseException):  # noqa: N818  nothing failed
+    """Raised after a signal, between two phases or in a long wait; what is unfinished is dropped.
+
+    Like KeyboardInterrupt it is no `Exception`: code that turns failures into messages lets it
+    through.
+    """
 
 
 class StopSignal:
@@ -19,6 +25,7 @@ class StopSignal:
     def __init__(self) -> None:
         """Nothing is caught before the context is entered."""
         self.requested: str | None = None
+        self._at_once = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
@@ -41,6 +48,18 @@ class StopSignal:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
+        if self._at_once:
+            raise StopRequested(self.requested)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within, a signal ends the wait it finds the main thread in: for servers, for rewards."""
+        self._at_once = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._at_once = False
 
     def check(self) -> None:
         """Raise StopRequested if a signal has come."""

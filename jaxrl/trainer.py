@@ -77,15 +77,17 @@ def train(run: Run, store: CheckpointStore, state: TrainState) -> TrainState:
         try:
             run.engine.publish(state.policy_params, first)
             if first == 0:
-                log.write(0, _evaluate(run, log, progress, 0))
+                log.write(0, _evaluate(run, log, progress, stop, 0))
             progress.reset()
             while int(state.iteration) < config.iterations:
                 stop.check()
                 state, metrics, batch, scores = iterate(run, state, reference, progress, stop)
                 host, done = _host_state(config, batch.cursor), int(state.iteration)
+                if not metrics["policy/tokens"]:
+                    progress.note(f"iteration {done}: no completion could be trained on")
                 try:
-                    metrics |= _hand_over(run, state, log, progress)
-                except JaxrlError:
+                    metrics |= _hand_over(run, state, log, progress, stop)
+                except (JaxrlError, StopRequested):
                     log.write(done, metrics)  # the iteration is finished, and will be saved
                     raise
                 if is_due(config.checkpoint.every, done, config.iterations):
@@ -110,14 +112,14 @@ def train(run: Run, store: CheckpointStore, state: TrainState) -> TrainState:
 
 
 def _hand_over(
-    run: Run, state: TrainState, log: MetricsLog, progress: Progress
+    run: Run, state: TrainState, log: MetricsLog, progress: Progress, stop: StopSignal
 ) -> dict[str, float]:
     """Publish the weights of a finished iteration, and evaluate them if that is due."""
     done = int(state.iteration)
     with progress.phase("publish"):
         run.engine.publish(state.policy_params, done)
     if is_due(run.config.eval.every, done, run.config.iterations):
-        return _evaluate(run, log, progress, done)
+        return _evaluate(run, log, progress, stop, done)
     return {}
 
 
@@ -135,10 +137,12 @@ def _host_state(config: Config, cursor: dict[str, int]) -> dict[str, Any]:
     return {"cursor": cursor, "config": config_to_dict(config)}
 
 
-def _evaluate(run: Run, log: MetricsLog, progress: Progress, done: int) -> dict[str, float]:
+def _evaluate(
+    run: Run, log: MetricsLog, progress: Progress, stop: StopSignal, done: int
+) -> dict[str, float]:
     if not run.eval_prompts:
         return {}
-    with progress.phase("eval"):
+    with stop.at_once(), progress.phase("eval"):
         metrics, rows = evaluate(run, seed=rollout_seed(run.config.seed, done + _EVAL_STREAM))
     log.samples(done, [row | {"held_out": True} for row in rows])
     return metrics

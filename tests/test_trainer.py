@@ -279,6 +279,40 @@ def test_ck06_sigterm_saves_the_last_finished_iteration(base: Path, tmp_path: Pa
     assert "the same command goes on from there" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.parametrize("while_waiting_for", ["a reward", "the held-out rewards"])
+def test_ck06_a_signal_ends_a_long_wait_at_once(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, while_waiting_for: str
+):
+    """The reward function hangs in iteration 2, or in the evaluation after it."""
+    held_out = while_waiting_for != "a reward"
+    (tmp_path / "slow_rewards.py").write_text(
+        "import os, signal, time\n"
+        "calls = 0\n"
+        "def score(completions, **columns):\n"
+        "    global calls\n"
+        "    calls += 1\n"  # the probe, held-out 0, iterations 1 and 2, held-out 2
+        f"    if calls == {5 if held_out else 4}:\n"
+        f"        os.kill({os.getpid()}, signal.SIGTERM)\n"
+        "        time.sleep(300)\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = configure(
+        *(base, tmp_path / "run", "iterations=3", "eval.every=2", "checkpoint.every=0"),
+        *("reward.functions=[{fn: slow_rewards:score}]", "reward.timeout_s=600"),
+    )
+    begun = time.monotonic()
+    result = go(config)
+    assert time.monotonic() - begun < 200
+    done = 2 if held_out else 1
+    assert int(result["state"].iteration) == done
+    assert [row["step"] for row in result["metrics"]] == list(range(done + 1))
+    assert "policy/loss" in result["metrics"][-1]
+    store = CheckpointStore(tmp_path / "run/checkpoints", keep=2)
+    assert store.latest() == done
+    store.close()
+
+
 def test_the_command_line_trains_exports_and_evaluates(base: Path, tmp_path: Path):
     options = ("iterations=2", "checkpoint.export=true", "log.progress=true")
     path = written(configure(base, tmp_path / "run", *options), tmp_path / "config.yaml")

@@ -8,6 +8,8 @@ token is among the ids. An aborted request answers 200 with the tokens so far.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +19,8 @@ from jaxrl.rollout.sglang.client import ServerError
 from jaxrl.types import Prompt, Sampling, Trajectory
 
 __all__ = ["BadReply", "Request", "check_sampling", "read_reply"]
+
+log = logging.getLogger(__name__)
 
 # Log-probabilities are computed in float32: the likeliest token of a sure model may round above 0.
 _ROUNDING = 1e-4
@@ -170,6 +174,8 @@ def _versions(
     spans = meta.get("weight_versions")
     if not spans:
         tag = meta.get("weight_version")
+        if tag is None:
+            _warn_of_no_version()
         return (asked if tag is None else min(asked, _known(tag, versions)),) * length
     found = [
         _known(span.get("version"), versions)
@@ -179,6 +185,15 @@ def _versions(
     if len(found) != length:
         raise BadReply(f"weight_versions {spans} do not cover the {length} tokens once each")
     return tuple(found)
+
+
+@functools.cache
+def _warn_of_no_version() -> None:
+    """Once a process: a router that strips it strips it from every answer."""
+    log.warning(
+        "an answer has no weight_version (a router or proxy may strip it): its tokens are taken to "
+        "be of the version that was current when it was asked for"
+    )
 
 
 def _known(tag: Any, versions: Mapping[str, int]) -> int:

@@ -183,11 +183,14 @@ def test_ws04_versions_are_those_that_sampled_not_that_of_the_reply():
     assert read(reply(weight_version="run-5", weight_versions=None)).weight_version == 5
 
 
-def test_rc12_a_reply_without_a_version_is_of_the_one_that_was_asked():
+def test_rc12_a_reply_without_a_version_is_of_the_one_that_was_asked(
+    caplog: pytest.LogCaptureFixture,
+):
     answer = without(
         without(reply(), "meta_info", "weight_versions"), "meta_info", "weight_version"
     )
-    assert read(answer).weight_version == 6
+    assert read(answer).weight_version == read(answer).weight_version == 6
+    assert [r.levelname for r in caplog.records if "no weight_version" in r.message] == ["WARNING"]
 
 
 def test_greedy_beside_a_temperature_is_refused():
