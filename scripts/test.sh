@@ -40,5 +40,9 @@ step tests
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export XLA_FLAGS="${XLA_FLAGS:---xla_cpu_multi_thread_eigen=false}"
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
+# The same small programs are compiled by many tests: each once. A fresh folder, so nothing old counts.
+JAX_COMPILATION_CACHE_DIR="$(mktemp -d)"
+trap 'rm -rf "$JAX_COMPILATION_CACHE_DIR"' EXIT
+export JAX_COMPILATION_CACHE_DIR JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 "$venv/bin/python" -m pytest --quiet --numprocesses "${JAXRL_TEST_WORKERS:-2}" --dist loadfile \
     --durations 10 --durations-min 10 "$@"
