@@ -60,13 +60,28 @@ async def counts(
     return {"role": "tool", "content": say}, float(turn), turn == turns
 
 
+async def vowels(
+    *, messages: list[dict[str, str]], text: str, **_: Any
+) -> tuple[dict[str, str], float, bool]:
+    """A turn is worth its share of vowels; one that begins with a letter is the last."""
+    reward = sum(c in "aeiou" for c in text) / (len(text) + 1)
+    return {"role": "tool", "content": "and"}, reward, text[:1].isalpha()
+
+
+async def needs_answers(
+    *, messages: Any, text: str, answers: Any, **_: Any
+) -> tuple[None, float, bool]:
+    return None, 0.0, True
+
+
 async def goes_on(*, messages: Any, text: str, **_: Any) -> tuple[str, float, bool]:
-    messages.clear()  # what it does to its copy is its own affair
+    messages[0]["content"] = "forged"  # what it does to its copy is its own affair
+    messages.clear()
     return "more", 0.0, False
 
 
 async def slow_for_row_0(*, messages: Any, text: str, who: int, turns: int, **_: Any) -> Any:
-    await asyncio.sleep(1.0 if who == 0 else 0.0)
+    await asyncio.sleep(1.0 if who == 0 else 0.005)
     return "more", time.monotonic(), spoken(messages) == turns
 
 

@@ -160,14 +160,33 @@ def test_token_rewards_stay_with_their_trajectories():
     def sample(prompts: list[Prompt]) -> Sampled:
         said = [say(p, i) for p in prompts for i in range(2)]
         values = np.array([t.prompt.row + t.sample * (t.prompt.row % 2) for t in said], np.float32)
-        tokens = tuple(np.full(2, t.prompt.row + 0.0) for t in said) if prompts[0].row else ()
+        tokens = tuple(np.full(2, 10.0 * t.prompt.row + t.sample) for t in said)
+        valid = np.array([t.prompt.row != 1 for t in said])
+        return Sampled(prompts, said, Scores(values, valid, {}, tokens if prompts[0].row else ()))
+
+    cursor = PromptCursor(PROMPTS, seed=0, shuffle=False)
+    got, _ = sample_with_spread(cursor.take, sample, groups=2, rounds=3)
+    assert [p.row for p in got.prompts] == [2, 3]  # rows 0 and 1 came first, without any
+    found = [entry.tolist() for entry in got.scores.tokens if entry is not None]
+    assert found == [[20.0, 20.0], [21.0, 21.0], [30.0, 30.0], [31.0, 31.0]]
+    assert got.scores.valid.tolist() == [True] * 4
+    cursor = PromptCursor(PROMPTS[:4], seed=0, shuffle=False)
+    got, _ = sample_with_spread(cursor.take, sample, groups=4, rounds=1)
+    assert got.scores.valid.tolist() == [True, True, False, False, True, True, True, True]
+
+
+def test_rounds_without_token_rewards_have_none():
+    def sample(prompts: list[Prompt]) -> Sampled:
+        said = [say(p, i) for p in prompts for i in range(2)]
+        values = np.array([t.sample * (t.prompt.row in (1, 2)) for t in said], np.float32)
+        tokens = tuple(np.full(2, 0.0) for _ in said) if prompts[0].row else ()
         return Sampled(prompts, said, Scores(values, np.ones(len(said), bool), {}, tokens))
 
     cursor = PromptCursor(PROMPTS, seed=0, shuffle=False)
     got, _ = sample_with_spread(cursor.take, sample, groups=2, rounds=3)
-    assert [p.row for p in got.prompts] == [1, 3]
+    assert [p.row for p in got.prompts] == [1, 2]
     assert got.scores.tokens[:2] == (None, None)
-    assert [entry.tolist() for entry in got.scores.tokens[2:]] == [[3.0, 3.0]] * 2  # type: ignore[union-attr]
+    assert all(entry is not None for entry in got.scores.tokens[2:])
 
 
 def test_prompts_that_are_left_out_are_replaced_and_fill_nothing():

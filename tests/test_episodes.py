@@ -87,11 +87,13 @@ def runs(trajectory: Trajectory, own: bool) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_an_episode_of_three_turns_by_hand(environment: Environment, concurrent: bool):
     """The template's end of a turn is the stop token the policy wrote: it is there once."""
-    engine = Scripted(
-        {(5, 0): [(30, 31, EOS), (32, EOS), (33, 34, 35, EOS)]}, concurrent=concurrent
-    )
+    script = {
+        (5, 0): [(30, 31, EOS), (32, EOS), (33, 34, 35, EOS)],
+        (5, 1): [(40, EOS), (41, EOS), (42, EOS)],
+    }
+    engine = Scripted(script, concurrent=concurrent)
     prompt = chat_prompt(5)
-    (got,) = play(engine, [prompt], stage_of(environment))
+    got, other = play(engine, [prompt], stage_of(environment), samples=2)
     between = encode("\n<bos>tool\nok<eos>\n<bos>assistant\n")
     gap = len(between)
     assert got.prompt == prompt and got.sample == 0
@@ -106,13 +108,16 @@ def test_an_episode_of_three_turns_by_hand(environment: Environment, concurrent:
     assert got.finish_reason == "stop" and turns(got) == 3
     assert got.weight_version == 11
     assert got.token_versions == (11,) * (3 + gap) + (12,) * (2 + gap) + (13,) * 4
+    assert other.sample == 1 and other.prompt == prompt
+    assert runs(other, own=True) == [(40, EOS), (41, EOS), (42, EOS)]
     # What was asked: the ids so far, for the same sample, each turn with a seed of its own.
-    assert [ids for ids, *_ in engine.asked] == [
+    asked = [(ids, seed) for ids, sample, _, seed in engine.asked if sample == 0]
+    assert [ids for ids, _ in asked] == [
         prompt.ids,
         prompt.ids + got.response_ids[: 3 + gap],
         prompt.ids + got.response_ids[: 5 + 2 * gap],
     ]
-    assert [seed for *_, seed in engine.asked] == [7, turn_seed(7, 2), turn_seed(7, 3)]
+    assert [seed for _, seed in asked] == [7, turn_seed(7, 2), turn_seed(7, 3)]
     assert len({7, turn_seed(7, 2), turn_seed(7, 3), turn_seed(8, 2)}) == 4
 
 
@@ -228,6 +233,16 @@ def test_episodes_that_the_engine_leaves_out_are_missing(
 # What the environment may not do
 
 
+@pytest.mark.parametrize("environment", ["goes_on"], indirect=True)
+def test_what_the_environment_does_to_its_messages_changes_nothing(environment: Environment):
+    """A string is a user's message."""
+    prompt = chat_prompt(0)
+    engine = Scripted({(0, 0): [(30, EOS), (31, EOS), (32, EOS)]})
+    (got,) = play(engine, [prompt], stage_of(environment, max_turns=3))
+    assert runs(got, own=False) == [encode("\n<bos>user\nmore<eos>\n<bos>assistant\n")] * 2
+    assert got.prompt.messages == ({"role": "user", "content": "3 plus 4"},)
+
+
 @pytest.mark.parametrize("environment", ["gives"], indirect=True)
 @pytest.mark.parametrize(
     ("answer", "said"),
@@ -265,6 +280,19 @@ def test_a_call_that_hangs_is_ended(concurrent: bool):
         with pytest.raises(RolloutError, match=r"row 0, sample 0, turn 1: .* longer than 0.2 s"):
             play(engine, prompts, stage_of(environment))
         assert time.monotonic() - begun < 1.2
+
+
+def test_an_error_ends_the_other_episodes_at_their_next_turn():
+    """Row 0 takes too long; the others would go on for 400 turns of the environment."""
+    script = {(row, 0): [(30, EOS)] * 400 for row in range(2)}
+    engine = Scripted(script, concurrent=True)
+    prompts = [chat_prompt(row, who=row, turns=400) for row in range(2)]
+    sampling = replace(SCRIPT, max_new_tokens=10**6)
+    with closing(Environment("playing:slow_for_row_0", 0.2)) as environment:
+        stage = stage_of(environment, max_turns=400)
+        with pytest.raises(RolloutError, match="row 0, sample 0, turn 1"):
+            play(engine, prompts, stage, sampling=sampling)
+    assert engine.turns[1, 0] < 400
 
 
 def test_a_call_that_blocks_all_others_is_found():
@@ -441,6 +469,11 @@ REWRITING = (  # thinking stands in the last turn alone
     "{% if m.role == 'assistant' and loop.last %}thinking\n{% endif %}{{ m.content }}<eos>\n"
     "{% endfor %}{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
 )
+COUNTING = (  # marks all turns once there are two
+    "{% set said = messages | selectattr('role', 'equalto', 'assistant') | list | length %}"
+    "{% for m in messages %}<bos>{% if said > 1 %}*{% endif %}{{ m.role }}\n{{ m.content }}<eos>\n"
+    "{% endfor %}{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
+)
 SILENT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
 USERS_ONLY = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -454,6 +487,7 @@ USERS_ONLY = (
     [
         (FORGETFUL, "changes"),
         (REWRITING, "changes"),
+        (COUNTING, "changes earlier turns when another one follows"),
         (SILENT, "leaves the assistant's content out"),
     ],
 )
