@@ -152,6 +152,16 @@ def test_order_is_kept_whoever_answers_first_and_no_more_than_allowed_are_in_fli
         assert most == [1]
 
 
+def test_waiting_for_a_turn_is_not_timed() -> None:
+    def slow(body: dict[str, Any]) -> Answer:
+        time.sleep(0.25)
+        return lengths(body)
+
+    with serving(slow) as server:
+        given = ask(server, *"abcdef", batch_size=1, concurrency=1, attempts=1, timeout_s=0.9)
+    assert given == [1] * 6
+
+
 def test_several_threads_share_one_client() -> None:
     with serving(lengths) as server, ThreadPoolExecutor(4) as threads:
         client = RewardServer(RewardServerConfig(url=server.url, batch_size=1, concurrency=2))
@@ -200,9 +210,19 @@ def test_one_failed_request_ends_the_others() -> None:
         assert time.monotonic() - began < 1.5
 
 
+def test_after_a_refusal_nothing_more_is_sent() -> None:
+    with serving(lambda body: (400, b"no")) as server:
+        client = RewardServer(RewardServerConfig(url=server.url, batch_size=1, concurrency=1))
+        with pytest.raises(RewardError, match="refuses"):
+            next(client.ask(asked(*"abcdef")))
+        time.sleep(0.3)
+        assert len(server.bodies) == 1
+        client.close()
+
+
 def test_waits_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_server, "_FIRST_WAIT_S", 0.1)
-    monkeypatch.setattr(reward_server, "_LONGEST_WAIT_S", 0.25)
+    monkeypatch.setattr(reward_server, "_LONGEST_WAIT_S", 0.15)
     times: list[float] = []
 
     def late(body: dict[str, Any]) -> Answer:
@@ -210,9 +230,9 @@ def test_waits_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         return 503, b""
 
     with serving(late) as server, pytest.raises(RewardError):
-        ask(server, "a", attempts=4)
+        ask(server, "a", attempts=5)
     gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
-    for gap, least in zip(gaps, [0.1, 0.2, 0.25], strict=True):
+    for gap, least in zip(gaps, [0.1, 0.15, 0.15, 0.15], strict=True):
         assert least <= gap < least + 0.3
 
 
@@ -304,7 +324,7 @@ def test_closing_ends_a_request_of_another_thread() -> None:
         return lengths(body)
 
     with serving(silent) as server, ThreadPoolExecutor(1) as threads:
-        client = RewardServer(RewardServerConfig(url=server.url))
+        client = RewardServer(RewardServerConfig(url=server.url, attempts=1))
         waiting = threads.submit(lambda: next(client.ask(asked("a"))))
         assert begun.wait(5)
         began = time.monotonic()
