@@ -14,18 +14,19 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from jaxrl.continuation import Continuation
 from jaxrl.environment import Environment, Reply, Turn
+from jaxrl.episode import Episode
 from jaxrl.errors import DataError, RolloutError
 from jaxrl.rollout.engine import LeftOut, OnDone, RolloutEngine
-from jaxrl.types import FinishReason, Prompt, Sampling, Trajectory
+from jaxrl.types import Prompt, Sampling, Trajectory
 
-__all__ = ["Stage", "collect", "turn_seed", "turns"]
+__all__ = ["Stage", "collect", "turn_seed"]
 
 log = logging.getLogger(__name__)
 
@@ -45,63 +46,6 @@ class Stage:
         """Refuse prompts that cannot begin an episode; see the two rooms' own checks."""
         self.environment.check(prompts)
         self.continuation.check(prompts)
-
-
-@dataclass
-class _Episode:
-    """One episode so far; `ids` and what is aligned to them begin behind the prompt."""
-
-    prompt: Prompt
-    sample: int
-    chat: list[Any]
-    """Messages so far, for the environment; a prompt of plain text counts as a user's."""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    own: list[bool] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    turns: int = 0
-    finish: FinishReason | None = None
-    """Set when it is finished."""
-
-    def hear(self, turn: Trajectory, text: str) -> None:
-        """Append the policy's turn, as it was sampled."""
-        count = len(turn.response_ids)
-        self.ids += turn.response_ids
-        self.logprobs += turn.logprobs
-        self.own += [True] * count
-        self.rewards += [0.0] * count
-        self.versions += turn.token_versions or (turn.weight_version,) * count
-        self.chat.append({"role": "assistant", "content": text})
-        self.turns += 1
-
-    def read(self, message: Any, ids: Sequence[int]) -> None:
-        """Append the environment's tokens, which nobody drew."""
-        self.ids += ids
-        self.logprobs += [0.0] * len(ids)
-        self.own += [False] * len(ids)
-        self.rewards += [0.0] * len(ids)
-        self.versions += [self.versions[-1]] * len(ids)
-        self.chat.append(message)
-
-    def next_prompt(self) -> Prompt:
-        """What the next turn continues."""
-        return replace(self.prompt, ids=self.prompt.ids + tuple(self.ids), first_sample=self.sample)
-
-    def trajectory(self) -> Trajectory:
-        """The finished episode."""
-        assert self.finish is not None
-        return Trajectory(
-            prompt=self.prompt,
-            sample=self.sample,
-            response_ids=tuple(self.ids),
-            logprobs=tuple(self.logprobs),
-            finish_reason=self.finish,
-            weight_version=self.versions[0],
-            token_versions=tuple(self.versions) if len(set(self.versions)) > 1 else (),
-            loss_mask=() if all(self.own) else tuple(self.own),
-            rewards=tuple(self.rewards) if any(self.rewards) else (),
-        )
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -170,7 +114,7 @@ def _side_by_side(table: _Table, prompts: Sequence[Prompt], samples: int) -> lis
     if not seats:
         return []
 
-    def play(prompt: Prompt) -> list[_Episode]:
+    def play(prompt: Prompt) -> list[Episode]:
         try:
             return table.play([prompt], 1)
         except LeftOut as error:
@@ -212,11 +156,11 @@ class _Table:
         self.over = threading.Event()
         """Nothing more is to be begun."""
 
-    def play(self, prompts: Sequence[Prompt], samples: int) -> list[_Episode]:
+    def play(self, prompts: Sequence[Prompt], samples: int) -> list[Episode]:
         """Play all episodes of `prompts` in step; those that were left out are missing."""
         first = self._turns(prompts, samples, [self._budget] * len(prompts), 1)
-        live = [_Episode(turn.prompt, turn.sample, _chat(turn.prompt)) for turn in first]
-        finished: list[_Episode] = []
+        live = [Episode.begun_by(turn) for turn in first]
+        finished: list[Episode] = []
         heard = first
         while live:
             self._answer(live, heard)
@@ -231,7 +175,7 @@ class _Table:
         place = {(prompt.row, prompt.epoch): i for i, prompt in enumerate(prompts)}
         return sorted(finished, key=lambda e: (place[e.prompt.row, e.prompt.epoch], e.sample))
 
-    def _next_turns(self, live: list[_Episode]) -> tuple[list[_Episode], list[Trajectory]]:
+    def _next_turns(self, live: list[Episode]) -> tuple[list[Episode], list[Trajectory]]:
         """The next turn of each episode; all have had equally many. Some may be left out."""
         prompts = [episode.next_prompt() for episode in live]
         left = [self._budget - len(episode.ids) for episode in live]
@@ -251,7 +195,7 @@ class _Table:
             limits=[min(tokens, longest) for tokens in left],
         )
 
-    def _answer(self, live: Sequence[_Episode], heard: Sequence[Trajectory]) -> None:
+    def _answer(self, live: Sequence[Episode], heard: Sequence[Trajectory]) -> None:
         """Let the environment answer a turn of each episode, and see which are finished."""
         asked = []
         for episode, turn in zip(live, heard, strict=True):
@@ -270,7 +214,7 @@ class _Table:
             else:
                 self._go_on(episode, turn, question, reply)
 
-    def _go_on(self, episode: _Episode, turn: Trajectory, question: Turn, reply: Reply) -> None:
+    def _go_on(self, episode: Episode, turn: Trajectory, question: Turn, reply: Reply) -> None:
         assert reply.message is not None
         try:
             ids = self._stage.continuation.between(
@@ -285,20 +229,3 @@ class _Table:
             episode.finish = "length"
         else:
             episode.read(reply.message, ids)
-
-
-def turns(trajectory: Trajectory) -> int:
-    """How many turns the policy had: stretches of tokens of its own.
-
-    >>> prompt = Prompt(row=0, ids=(1,), text="", columns={})
-    >>> ids, mask = (5, 6, 7, 8), (True, False, False, True)
-    >>> turns(Trajectory(prompt=prompt, sample=0, response_ids=ids, logprobs=(0.0,) * 4,
-    ...                  finish_reason="stop", loss_mask=mask))
-    2
-    """
-    own = np.array((False, *trajectory.mask))
-    return int((own[1:] & ~own[:-1]).sum())
-
-
-def _chat(prompt: Prompt) -> list[Any]:
-    return list(prompt.messages) or [{"role": "user", "content": prompt.text}]

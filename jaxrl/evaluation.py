@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.episodes import collect, turns
+from jaxrl.episode import turns
+from jaxrl.episodes import collect
 from jaxrl.scoring import total_scores
 from jaxrl.setup import Run
 from jaxrl.types import Trajectory

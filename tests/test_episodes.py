@@ -32,7 +32,8 @@ from playing import (
 from jaxrl.config import DataConfig
 from jaxrl.continuation import Continuation
 from jaxrl.environment import Environment
-from jaxrl.episodes import Stage, collect, turn_seed, turns
+from jaxrl.episode import turns
+from jaxrl.episodes import Stage, collect, turn_seed
 from jaxrl.errors import RolloutError
 from jaxrl.logprobs import token_logprobs
 from jaxrl.models import Model

@@ -13,7 +13,8 @@ import pytest
 from playing import EOS, chat_prompt, numbered, stage_of
 
 from jaxrl.environment import Environment
-from jaxrl.episodes import Stage, collect, turns
+from jaxrl.episode import turns
+from jaxrl.episodes import Stage, collect
 from jaxrl.errors import RolloutError
 from jaxrl.rollout import TrainsideEngine
 from jaxrl.rollout.sglang.engine import SGLangEngine
