@@ -14,6 +14,7 @@ from jaxrl.config import Config, RolloutConfig, SourceConfig
 from jaxrl.config_algorithm_checks import algorithm_rules
 from jaxrl.config_ranges import out_of_range
 from jaxrl.config_reward_checks import reward_rules
+from jaxrl.config_rollout_checks import rollout_rules
 from jaxrl.errors import ConfigError
 
 __all__ = ["check_config"]
@@ -39,6 +40,7 @@ def _combinations(config: Config) -> Iterator[str]:
     rules: tuple[Callable[[Config], Iterator[str]], ...] = (
         _required,
         reward_rules,
+        rollout_rules,
         _data,
         _batch,
         _rows,

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.errors import ConfigError, DataError, RolloutError
+from jaxrl.loop_thread import LoopThread, StuckError
 from jaxrl.named_function import load_function
-from jaxrl.rollout.sglang.loop_thread import LoopThread, StuckError
 from jaxrl.types import Prompt
 
 __all__ = ["Environment", "Reply", "Turn"]

@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 from jaxrl.config import RewardServerConfig
 from jaxrl.errors import RewardError
+from jaxrl.http_client import Busy, Refused, ServerClient, Unreachable
+from jaxrl.loop_thread import LoopThread
 from jaxrl.reward_request import Asked
 from jaxrl.reward_values import Reward, UnusableReward, read_rewards
-from jaxrl.rollout.sglang.client import Busy, Refused, ServerClient, Unreachable
-from jaxrl.rollout.sglang.loop_thread import LoopThread
 from jaxrl.types import Prompt
 
 __all__ = ["RewardServer"]

@@ -102,8 +102,8 @@ def products(split: Split, seed: int = 0, size: int | None = None) -> list[Row]:
     """Products a * b of numbers from 11 to 99, to be found with a calculator.
 
     The prompt is a chat that says to use it and shows the call once, ``calc(12 * 34)``, with its
-    result and the answer given from it. Of the other 4,004 unordered pairs 200 are held out (split "test", each asked
-    once); the others are for training, in both orders.
+    result and the answer given from it. Of the other 4,004 unordered pairs 200 are held out (split
+    "test", each asked once); the others are for training, in both orders.
 
     Args:
         split: "train" or "test".

@@ -44,7 +44,7 @@ HOMES = {
     "orbax": ("checkpoint/state.py",),
     "safetensors": ("checkpoint/hf",),
     "omegaconf": ("config_io.py",),
-    "httpx": ("rollout/sglang/client.py",),
+    "httpx": ("http_client.py",),
     "torch": (),
 }
 HEAVY = (*HOMES, "optax", "transformers", "datasets", "tensorstore", "matplotlib", "rich")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl.errors import RolloutError
-from jaxrl.rollout.sglang.client import Busy, Refused, ServerError, Unreachable
+from jaxrl.http_client import Busy, Refused, ServerError, Unreachable
 from jaxrl.rollout.sglang.pool import Pool
 from jaxrl.rollout.sglang.replies import BadReply, Request
 from jaxrl.rollout.sglang.seat import Seat

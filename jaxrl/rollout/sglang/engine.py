@@ -20,14 +20,14 @@ import numpy as np
 
 from jaxrl.config import RolloutConfig
 from jaxrl.errors import RolloutError
+from jaxrl.http_client import ServerClient, ServerError
 from jaxrl.logprobs import token_logprobs
+from jaxrl.loop_thread import LoopThread
 from jaxrl.models import Model
 from jaxrl.rollout.engine import LeftOut, OnDone, check_request, request_keys
 from jaxrl.rollout.sglang.answers import answer
-from jaxrl.rollout.sglang.client import ServerClient, ServerError
 from jaxrl.rollout.sglang.gather import all_of, failures
 from jaxrl.rollout.sglang.launch import ServerProcesses
-from jaxrl.rollout.sglang.loop_thread import LoopThread
 from jaxrl.rollout.sglang.pool import Pool
 from jaxrl.rollout.sglang.publisher import Publisher
 from jaxrl.rollout.sglang.replies import Request, check_sampling, read_reply

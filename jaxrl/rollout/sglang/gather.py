@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from jaxrl.errors import RolloutError
-from jaxrl.rollout.sglang.client import ServerClient
+from jaxrl.http_client import ServerClient
 
 __all__ = ["all_of", "failures"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
-from jaxrl.rollout.sglang.client import Refused, ServerClient
+from jaxrl.http_client import Refused, ServerClient
 
 __all__ = ["release", "take_back"]
 

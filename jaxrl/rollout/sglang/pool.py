@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from jaxrl.errors import RolloutError
-from jaxrl.rollout.sglang.client import Busy, Refused, ServerClient, ServerError
+from jaxrl.http_client import Busy, Refused, ServerClient, ServerError
 from jaxrl.rollout.sglang.seat import Limits, Seat
 
 __all__ = ["Pool"]

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 
 from jaxrl.errors import RolloutError
-from jaxrl.rollout.sglang.client import Busy, ServerClient, Unreachable
+from jaxrl.http_client import Busy, ServerClient, Unreachable
 from jaxrl.rollout.sglang.gather import all_of, failures
 from jaxrl.rollout.sglang.memory import release, take_back
 from jaxrl.rollout.sglang.pool import Pool

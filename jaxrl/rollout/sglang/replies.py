@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.errors import RolloutError
-from jaxrl.rollout.sglang.client import ServerError
+from jaxrl.http_client import ServerError
 from jaxrl.types import Prompt, Sampling, Trajectory
 
 __all__ = ["BadReply", "Request", "check_sampling", "read_reply"]

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 from typing import Any
 
-from jaxrl.rollout.sglang.client import ServerClient
+from jaxrl.http_client import ServerClient
 
 __all__ = ["Limits", "Seat"]
 

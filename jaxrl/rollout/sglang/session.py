@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.errors import RolloutError
-from jaxrl.rollout.sglang.client import Refused, ServerClient
+from jaxrl.http_client import Refused, ServerClient
 
 __all__ = ["TensorSession", "load_from_disk"]
 

@@ -20,9 +20,9 @@ import numpy as np
 from jaxrl.checkpoint.hf_export import export_hf, hf_tensors
 from jaxrl.checkpoint.hf_files import TensorSource
 from jaxrl.errors import RolloutError
+from jaxrl.http_client import ServerClient
 from jaxrl.models import ModelConfig
 from jaxrl.rollout.sglang.bucket import flattened_bucket, split_into_buckets
-from jaxrl.rollout.sglang.client import ServerClient
 from jaxrl.rollout.sglang.gather import failures
 from jaxrl.rollout.sglang.session import TensorSession, load_from_disk
 

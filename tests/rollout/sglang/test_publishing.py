@@ -19,8 +19,8 @@ from safetensors.numpy import load_file
 
 from jaxrl.checkpoint.hf_export import export_hf
 from jaxrl.errors import ConversionError, RolloutError
+from jaxrl.http_client import Refused, ServerClient
 from jaxrl.models import Model, ModelConfig
-from jaxrl.rollout.sglang.client import Refused, ServerClient
 from jaxrl.rollout.sglang.weights import (
     Probe,
     Snapshot,

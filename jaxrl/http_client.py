@@ -1,4 +1,4 @@
-"""One SGLang server over HTTP: every call has a time limit, every failure one of three meanings.
+"""One server over HTTP: every call has a time limit, every failure one of three meanings.
 
 `Unreachable`: nothing came back (refused, cut, silent). `Busy`: it answered that it cannot now
 (408, 429, 5xx). `Refused`: it answered that it never will (other 4xx). The first two may be tried
