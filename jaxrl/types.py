@@ -98,7 +98,8 @@ class Trajectory:
     sample: int
     """Which of the prompt's samples this is."""
     response_ids: tuple[int, ...]
-    """Never empty. Ends with the stop token exactly when finish_reason is "stop"."""
+    """Never empty. Ends with the stop token when finish_reason is "stop"; and then only, but for
+    an episode that was over its limit of turns or tokens after a finished turn."""
     logprobs: tuple[float, ...]
     """Log-probability with which each response token was drawn, temperature and filters included,
     in nats (SGLang's know nothing of filters, so training refuses those with it)."""
