@@ -124,12 +124,19 @@ def _side_by_side(table: _Table, prompts: Sequence[Prompt], samples: int) -> lis
             table.over.set()
             raise
 
-    with ThreadPoolExecutor(len(seats), "episodes") as threads:
-        futures = [threads.submit(play, seat) for seat in seats]
+    threads = ThreadPoolExecutor(len(seats), "episodes")
+    futures = [threads.submit(play, seat) for seat in seats]
+    try:
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        failed = next((f for f in futures if f in done and f.exception()), None)
-        if failed:
-            failed.result()
+    except BaseException:
+        # A stop does not wait for the turns under way; whoever closes the engine ends them.
+        table.over.set()
+        threads.shutdown(wait=False, cancel_futures=True)
+        raise
+    threads.shutdown()
+    failed = next((f for f in futures if f in done and f.exception()), None)
+    if failed:
+        failed.result()
     whole = [prompt for prompt in prompts for _ in range(samples)]
     return [
         replace(episode.trajectory(), prompt=prompt)

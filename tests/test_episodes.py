@@ -6,6 +6,9 @@ SGLang servers play in tests/rollout/sglang/test_episodes_sglang.py.
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -40,6 +43,7 @@ from jaxrl.models import Model
 from jaxrl.prompts import build_prompts
 from jaxrl.rollout import TrainsideEngine
 from jaxrl.rollout.engine import LeftOut
+from jaxrl.stopping import StopRequested, StopSignal
 from jaxrl.types import Prompt, Sampling, Trajectory
 from tests.rollout.sglang.models import CONFIG, make_params
 
@@ -532,3 +536,17 @@ def test_the_message_may_hold_what_ends_a_turn():
     assert kept == encode("\ntool:a<eos>b\n")
     ended = Continuation(TOKENIZER, TEMPLATE).between(chat, message, EOS, stopped=True)
     assert ended == encode("\n<bos>tool\na<eos>b<eos>\n<bos>assistant\n")
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_ck06_a_signal_does_not_wait_for_the_environment(concurrent: bool):
+    """Row 0's environment takes a second a turn, for nine turns."""
+    engine = Scripted({(0, 0): [(30, EOS)] * 9}, concurrent=concurrent)
+    with closing(Environment("playing:slow_for_row_0", 5.0)) as environment, StopSignal() as stop:
+        ask = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+        begun = time.monotonic()
+        ask.start()
+        with pytest.raises(StopRequested, match="SIGTERM"), stop.at_once():
+            play(engine, [chat_prompt(0, who=0, turns=9)], stage_of(environment))
+        assert time.monotonic() - begun < 0.9
+    assert engine.turns[0, 0] == 1
