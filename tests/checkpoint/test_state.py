@@ -456,7 +456,7 @@ def run_python(code: str, *arguments: str, flags: str = "") -> None:
 def numbered_state(step: int) -> TrainState:
     """A state full of its step, made without compiling anything."""
     full = {"kernel": np.full((256, 64), step, np.float32)}
-    counters = ("updates", "iteration", "kl_coef", "skipped", "skipped_in_a_row")
+    counters = ("updates", "iteration", "kl_coef", "reward_moments", "skipped", "skipped_in_a_row")
     return TrainState(
         policy_params=full,
         value_params=full,
