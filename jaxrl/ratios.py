@@ -125,13 +125,7 @@ def importance_weights(
     [2. 3.]
     """
     choice("level", level, LEVELS)
-    new = floats("logprobs", logprobs)
-    time_axis("logprobs", new.shape)
-    behaviour = floats("behaviour_logprobs", behaviour_logprobs, new.shape, "logprobs")
-    mask = mask_of("mask", mask, new.shape, "logprobs")
-    ids = segments_of(segment_ids, new.shape, "logprobs")
-    d = difference(new, behaviour, mask)
-    weights = exp_ratio(segment_totals(d, ids) if level == "sequence" else d)
+    weights, mask = _ratios(logprobs, behaviour_logprobs, mask, level, segment_ids)
     if cap is not None:
         weights = jnp.minimum(weights, scalar("cap", cap, above=0.0))
     return lax.stop_gradient(jnp.where(mask, weights, 0.0))
@@ -182,19 +176,30 @@ def within_bounds(
     [ True False]
     """
     choice("level", level, BOUND_LEVELS)
+    ratio, mask = _ratios(logprobs, behaviour_logprobs, mask, level, segment_ids)
+    least, most = scalar("low", low, minimum=0.0), scalar("high", high, above=0.0)
+    return mask & (ratio >= least) & (ratio <= most)
+
+
+def _ratios(
+    logprobs: ArrayInput,
+    behaviour_logprobs: ArrayInput,
+    mask: ArrayInput,
+    level: str,
+    segment_ids: ArrayInput | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The ratio of each token at `level`, and the mask as bool, after the checks they share."""
     new = floats("logprobs", logprobs)
     time_axis("logprobs", new.shape)
     behaviour = floats("behaviour_logprobs", behaviour_logprobs, new.shape, "logprobs")
-    mask = mask_of("mask", mask, new.shape, "logprobs")
+    valid = mask_of("mask", mask, new.shape, "logprobs")
     ids = segments_of(segment_ids, new.shape, "logprobs")
-    d = difference(new, behaviour, mask)
+    d = difference(new, behaviour, valid)
     if level == "sequence":
         d = segment_totals(d, ids)
     elif level == "geometric":
-        d = _sequence_mean(d, mask, ids)
-    ratio = exp_ratio(d)
-    least, most = scalar("low", low, minimum=0.0), scalar("high", high, above=0.0)
-    return mask & (ratio >= least) & (ratio <= most)
+        d = _sequence_mean(d, valid, ids)
+    return exp_ratio(d), valid
 
 
 def _sequence_mean(d: jax.Array, mask: jax.Array, ids: jax.Array | None) -> jax.Array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -103,19 +104,21 @@ def build(config: Config) -> Run:
     held_out: list[Prompt] = []
     if config.data.eval is not None:
         held_out, _ = load_prompts(config.data.eval, tokenizer, config.data, vocab_size=vocab)
-    stage = _stage(config, tokenizer, [*prompts, *held_out])
     sampling = _sampling(config, folder, tokenizer)
     mesh = make_mesh(config.mesh)
     optimizers = make_optimizers(config)
     steps = _steps(config, model, mesh, optimizers)
     cursor = PromptCursor(prompts, seed=config.seed, shuffle=config.data.shuffle)
-    scorer = Scorer(config.reward, mesh)
-    try:
+    with ExitStack() as started:  # ended again if what comes after fails
+        stage = _stage(config, tokenizer)
+        if stage:
+            started.callback(stage.environment.close)
+            stage.check([*prompts, *held_out])
+        scorer = Scorer(config.reward, mesh)
+        started.callback(scorer.close)
         scorer.probe([*prompts, *held_out])
         engine = _engine(config, model, folder, prompts)
-    except BaseException:
-        scorer.close()
-        raise
+        started.pop_all()
     score = partial(score_trajectories, scorer, tokenizer)
     return Run(
         config=config,
@@ -144,23 +147,17 @@ def build(config: Config) -> Run:
     )
 
 
-def _stage(config: Config, tokenizer: Any, prompts: Sequence[Prompt]) -> Stage | None:
-    """Where episodes are played, seen to go with these prompts."""
+def _stage(config: Config, tokenizer: Any) -> Stage | None:
+    """Where episodes are played, if they are."""
     rollout = config.rollout
     if rollout.env is None:
         return None
-    stage = Stage(
+    return Stage(
         Environment(rollout.env, rollout.env_timeout_s),
         Continuation(tokenizer, chat_template(config.data)),
         max_turns=rollout.max_turns,
         max_turn_tokens=rollout.max_turn_tokens,
     )
-    try:
-        stage.check(prompts)
-    except BaseException:
-        stage.environment.close()
-        raise
-    return stage
 
 
 def _engine(config: Config, model: Model, folder: str, prompts: Sequence[Prompt]) -> RolloutEngine:
