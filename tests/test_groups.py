@@ -1,13 +1,21 @@
-"""Whitening within groups, and the lambda that follows the length."""
+"""Scores and advantages relative to their groups, and the lambda that follows the length."""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from jaxrl import adaptive_lambda, gae, whiten, whiten_groups
+from jaxrl import adaptive_lambda, gae, group_advantages, whiten, whiten_groups
+
+close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+NAN = float("nan")
 
 
 def drawn() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -70,3 +78,128 @@ def test_the_weights_of_gae_sum_to_alpha_times_the_length() -> None:
     lam = adaptive_lambda(np.full((1, 1), length), alpha)
     first = gae(ones, 0 * ones, ones.astype(bool), lam=lam).advantages[0, 0]
     np.testing.assert_allclose(first, alpha * length, rtol=1e-4)
+
+
+# --- group advantages ---
+
+
+def test_each_scale_by_hand() -> None:
+    x, g = [1.0, 3.0, 8.0, 2.0, 5.0], [0, 0, 2, 2, 1]
+    close(group_advantages(x, g, 3, scale="none"), [-1, 1, 3, -3, 0])
+    close(group_advantages(x, g, 3, scale="loo"), [-2, 2, 6, -6, 0])
+    close(group_advantages(x, g, 3, eps=1.0), [-0.5, 0.5, 0.75, -0.75, 0])
+    # With ddof 1 the deviation of (1, 3) is √2.
+    close(group_advantages(x, g, 3, ddof=1, eps=0.0)[:2], [-(0.5**0.5), 0.5**0.5])
+
+
+@given(
+    scores=st.lists(st.integers(-4, 4), min_size=9, max_size=9),
+    groups=st.lists(st.integers(0, 3), min_size=9, max_size=9),
+    mask=st.lists(st.booleans(), min_size=9, max_size=9),
+)
+def test_groups_agree_with_the_loop(scores: list, groups: list, mask: list) -> None:
+    x, g, m = np.array(scores, float) / 3, np.array(groups), np.array(mask)
+    for scale in ("std", "none", "loo"):
+        expected = np.zeros(9)
+        for i in np.flatnonzero(m):
+            peers = x[m & (g == g[i])]
+            others = x[m & (g == g[i]) & (np.arange(9) != i)]
+            if len(set(peers)) == 1:
+                continue
+            base = others.mean() if scale == "loo" else peers.mean()
+            expected[i] = (x[i] - base) / (peers.std() + 1e-6 if scale == "std" else 1.0)
+        close(jit_groups(x, g, 4, scale=scale, mask=m), expected)
+
+
+jit_groups = jax.jit(group_advantages, static_argnames=("num_groups", "scale"))
+
+
+def test_leave_one_out_is_the_score_minus_the_mean_of_the_others() -> None:
+    x = np.array([0.3, 1.7, -2.0, 0.9])
+    others = (x.sum() - x) / 3
+    close(group_advantages(x, [0] * 4, 1, scale="loo"), x - others)
+
+
+@pytest.mark.parametrize("scale", ["std", "none", "loo"])
+def test_a_group_without_spread_gives_exactly_zero(scale: Any) -> None:
+    # 0.1 · 7 / 7 is not 0.1 in float32, and dividing by a small deviation would blow that up.
+    a = group_advantages([0.1] * 7 + [5.0], [0] * 7 + [1], 2, scale=scale, eps=0.0)
+    np.testing.assert_array_equal(a, np.zeros(8))
+    g = jax.grad(lambda x: group_advantages(x, jnp.zeros(3, int), 1, scale=scale).sum())(
+        jnp.ones(3)
+    )
+    assert np.isfinite(g).all()
+
+
+def test_a_large_offset_costs_no_precision() -> None:
+    # The sum of these scores is far beyond float32's whole numbers; the scores are not.
+    x = 1e7 + np.arange(100) ** 2 % 97
+    close(group_advantages(x, [0] * 100, 1, scale="none"), x - x.mean(), atol=1e-5, rtol=1e-5)
+
+
+def test_no_more_scores_than_ddof_gives_zero() -> None:
+    np.testing.assert_array_equal(group_advantages([1.0, 2.0], [0, 0], 1, ddof=2), [0, 0])
+
+
+def test_masked_scores_and_ids_are_not_read() -> None:
+    x, g = jnp.array([1.0, 3.0, NAN, NAN]), jnp.array([0, 0, 0, -7])
+    f = lambda x: group_advantages(x, g, 1, scale="std", mask=jnp.array([1, 1, 0, 0]))  # noqa: E731
+    close(f(x), [-1, 1, 0, 0], atol=2e-6)
+    grad = jax.grad(lambda x: (f(x) ** 3).sum())(x)
+    assert np.isfinite(grad).all() and not grad[2:].any()
+
+
+def test_nan_stays_visible_in_its_own_group() -> None:
+    a = group_advantages([1.0, NAN, 1.0, 3.0, 4.0], [0, 0, 0, 1, 1], 2)
+    np.testing.assert_array_equal(np.isnan(a), [True, True, True, False, False])
+
+
+@pytest.mark.parametrize("wrong", [-1, 2, 99])
+def test_ids_out_of_range_are_refused_or_marked_under_jit(wrong: int) -> None:
+    x, g = jnp.array([1.0, 3.0, 5.0]), jnp.array([0, 0, wrong])
+    with pytest.raises(ValueError, match=rf"group_ids holds {wrong}; expected ids in \[0, 2\)"):
+        group_advantages(x, g, 2)
+    traced = jax.jit(group_advantages, static_argnames=("num_groups", "scale"))
+    a = traced(x, g, num_groups=2, scale="none")
+    close(a[:2], [-1, 1])
+    assert np.isnan(a[2])
+
+
+def test_group_integers_empty_and_vmap() -> None:
+    a = group_advantages(
+        np.array([1, 3], np.int64), np.array([0, 0], np.uint8), np.int64(1), scale="none"
+    )
+    assert a.dtype == jnp.float32
+    close(a, [-1, 1])
+    assert group_advantages([], [], 1).shape == (0,)
+    batched = jax.vmap(lambda x: group_advantages(x, jnp.array([0, 0]), 1, scale="none"))
+    close(batched(jnp.array([[1.0, 3.0], [2.0, 2.0]])), [[-1, 1], [0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "message"),
+    [
+        (([[1.0]], [[0]], 1), {}, ValueError, r"scores has shape \(1, 1\); expected \[N\]"),
+        (([1.0], [0, 0], 1), {}, ValueError, "group_ids has shape"),
+        (([1.0], [0.0], 1), {}, TypeError, "group_ids has dtype"),
+        (([1.0], [0], 0), {}, ValueError, "num_groups=0"),
+        (([1.0], [0], 1.5), {}, TypeError, "num_groups=1.5"),
+        (
+            ([1.0], [0], 1),
+            {"scale": "max"},
+            ValueError,
+            "scale='max'; expected one of 'std', 'none', 'loo'",
+        ),
+        (([1.0], [0], 1), {"ddof": -1}, ValueError, "ddof=-1"),
+        (([1.0], [0], 1), {"eps": -1.0}, ValueError, "eps=-1.0"),
+        (([1.0], [0], 1), {"mask": [1.0]}, TypeError, "mask has dtype"),
+    ],
+)
+def test_group_refusals(args: tuple, options: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        group_advantages(*args, **options)
+
+
+def test_a_traced_number_of_groups_is_refused_with_the_remedy() -> None:
+    with pytest.raises(TypeError, match="static_argnames"):
+        jax.jit(group_advantages)(jnp.ones(2), jnp.zeros(2, int), 1)

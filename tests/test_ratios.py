@@ -1,15 +1,26 @@
-"""Sequence ratios, rejection: by hand, by loops, under garbage, and in their gradients."""
+"""Importance weights, sequence ratios, rejection: by hand, by loops, under garbage."""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxrl import aggregate, importance_weights, ppo_policy_loss, sequence_log_ratio, within_bounds
 
+close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+NAN, INF = float("nan"), float("inf")
 GARBAGE = (np.nan, np.inf, -np.inf, 1e30)
+
+
+def rows(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(3, *shape), scale=0.5).astype(np.float32)
 
 
 def drawn(seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -138,3 +149,71 @@ def test_errors_name_the_argument() -> None:
         within_bounds(x, x, ones, low=0.0, high=0.0)
     with pytest.raises(ValueError, match="low=-1"):
         within_bounds(x, x, ones, low=-1.0, high=1.0)
+
+
+# --- importance weights ---
+
+
+def test_token_and_sequence_weights_by_hand() -> None:
+    new, behaviour = np.log([[2.0, 3.0, 5.0]]), np.zeros((1, 3))
+    m = [[1, 0, 1]]
+    close(importance_weights(new, behaviour, m), [[2, 0, 5]])
+    close(importance_weights(new, behaviour, m, cap=4), [[2, 0, 4]])
+    close(importance_weights(new, behaviour, m, level="sequence"), [[10, 0, 10]], rtol=1e-5)
+    close(importance_weights(new, behaviour, m, level="sequence", cap=4), [[4, 0, 4]])
+    ids = [[1, 1, 2]]
+    close(
+        importance_weights(new, behaviour, [[1, 1, 1]], level="sequence", segment_ids=ids),
+        [[6, 6, 5]],
+        rtol=2e-6,
+    )
+    close(
+        importance_weights(
+            new[0], behaviour[0], [1, 1, 1], level="sequence", segment_ids=[1, 2, 1]
+        ),
+        [2, 3, 5],
+    )
+
+
+def test_weights_stop_the_gradient_and_are_one_on_policy() -> None:
+    new, _, _ = rows(2, 4)
+    m = np.ones((2, 4), bool)
+    for level in ("token", "sequence"):
+        np.testing.assert_array_equal(importance_weights(new, new, m, level=level), m.astype(float))
+        g = jax.grad(lambda x, level=level: importance_weights(x, new + 1, m, level=level).sum())(
+            new
+        )
+        assert not np.any(g)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_read_nothing_at_masked_positions_and_stay_finite(level: Any) -> None:
+    new, old, _ = rows(3, 4)
+    m = np.array([[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 1]], bool)
+    clean = importance_weights(new, old, m, level=level)
+    dirty = importance_weights(np.where(m, new, NAN), np.where(m, old, INF), m, level=level)
+    np.testing.assert_array_equal(dirty, clean)
+    assert not np.any(np.asarray(clean)[~m])
+    close(
+        importance_weights([30.0, 30.0], [0.0, 0.0], [1, 1], level=level), np.exp(20.0), rtol=1e-6
+    )
+    bad = importance_weights([NAN, 0.0], [0.0, 0.0], [1, 1], level=level, cap=2, segment_ids=[1, 2])
+    np.testing.assert_array_equal(np.isnan(bad), [True, False])
+
+
+@given(seed=st.integers(0, 999), ids=st.lists(st.integers(0, 1), min_size=14, max_size=14))
+def test_sequence_weights_agree_with_the_loop(seed: int, ids: list) -> None:
+    new, old, _ = rows(2, 7, seed=seed)
+    m, s = np.random.default_rng(seed).random((2, 7)) < 0.7, np.array(ids).reshape(2, 7)
+    expected = np.zeros((2, 7))
+    for b in range(2):
+        edges = [0, *(np.flatnonzero(np.diff(s[b])) + 1), 7]
+        for i, j in zip(edges[:-1], edges[1:], strict=True):
+            total = (new - old)[b, i:j][m[b, i:j]].sum()
+            expected[b, i:j] = m[b, i:j] * min(np.exp(total), 2.0)
+    close(jit_weights(new, old, m, s), expected, rtol=3e-6, atol=2e-6)
+
+
+jit_weights = jax.jit(
+    lambda new, old, m, s: importance_weights(new, old, m, level="sequence", cap=2.0, segment_ids=s)
+)
