@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from jaxrl.checkpoint.state import CheckpointStore
 from jaxrl.config import Config
 from jaxrl.config_io import load_config
-from jaxrl.errors import ConfigError, DataError
+from jaxrl.errors import ConfigError, DataError, RewardError
 from jaxrl.metrics import WALL_CLOCK, read_metrics, read_samples
 from jaxrl.setup import build
 from jaxrl.trainer import start, train
@@ -104,3 +105,6 @@ def test_what_cannot_work_is_found_before_anything_runs(model: Path, tmp_path: P
     refused(DataError, "row 0: .* missing .*'answers'", "rollout.env=playing:needs_answers")
     forgetful = "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}"
     refused(DataError, "the chat template cannot go on", f'data.chat_template="{forgetful}"')
+    refused(RewardError, "nowhere", "reward.functions=[{fn: nowhere:score}]")
+    left = [thread.name for thread in threading.enumerate() if thread.name == "environment"]
+    assert not left  # what was started has been ended
