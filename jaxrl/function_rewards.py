@@ -23,6 +23,10 @@ _IMPORT_S = 300.0
 """Seconds the functions' modules may take to import; a cold machine can be very slow at it."""
 
 
+class _WorkerDiedError(RewardError):
+    """The worker ended before it answered."""
+
+
 class FunctionRewards:
     """The functions of `reward.functions`, as one `RewardSource`."""
 
@@ -52,9 +56,7 @@ class FunctionRewards:
             RewardError: A function raised (with its traceback and the prompt), took too long, or
                 did not return a reward for each completion.
         """
-        worker = self._start()
-        batch = asked.basics() | asked.columns()
-        self._ask(worker, ("batch", batch), self._timeout_s, "reading the batch")
+        worker = self._hand_over(asked.basics() | asked.columns())
         for index in range(len(self._names)):
             yield self._call(worker, index, asked.prompts)
 
@@ -63,6 +65,22 @@ class FunctionRewards:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.kill()
+
+    def _hand_over(self, batch: dict[str, list[Any]]) -> RewardProcess:
+        """A worker that has read `batch`. One that has died since its last call is replaced, once.
+
+        The system may still call a dying process alive, so that its death shows only here.
+        """
+        request, what, used = ("batch", batch), "reading the batch", self._worker is not None
+        worker = self._start()
+        try:
+            self._ask(worker, request, self._timeout_s, what)
+        except _WorkerDiedError:
+            if not used:
+                raise
+            worker = self._start()
+            self._ask(worker, request, self._timeout_s, what)
+        return worker
 
     def _start(self) -> RewardProcess:
         """The running worker, or a new one with the functions loaded."""
@@ -116,6 +134,6 @@ class FunctionRewards:
         except (EOFError, OSError):
             code = worker.exit_code()
             self.close()
-            raise RewardError(
+            raise _WorkerDiedError(
                 f"reward function worker died with exit code {code} in {what}"
             ) from None

@@ -17,6 +17,7 @@ import pytest
 
 from jaxrl.config import RewardConfig, RewardFunctionConfig
 from jaxrl.errors import RewardError
+from jaxrl.reward_process import RewardProcess
 from jaxrl.scoring import Scorer, Scores, total_scores
 from jaxrl.types import Prompt, Trajectory
 
@@ -325,11 +326,20 @@ def test_a_crashing_worker_is_reported_and_replaced() -> None:
         assert run(s, "a").values == [1.0]
 
 
-def test_a_worker_killed_between_calls_is_replaced() -> None:
+@pytest.mark.parametrize("seen", [True, False], ids=["seen", "not yet seen"])
+def test_a_worker_killed_between_calls_is_replaced(
+    seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with scorer("process") as s:
         pid = int(run(s, "a").values[0])
         os.kill(pid, signal.SIGKILL)
         _wait_until_gone(pid)
+        if not seen:  # a process whose threads are still ending counts as running
+            states = iter([True])
+            alive = RewardProcess.alive
+            monkeypatch.setattr(
+                RewardProcess, "alive", lambda worker: next(states, None) or alive(worker)
+            )
         assert int(run(s, "a").values[0]) != pid
 
 
