@@ -44,5 +44,7 @@ export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 JAX_COMPILATION_CACHE_DIR="$(mktemp -d)"
 trap 'rm -rf "$JAX_COMPILATION_CACHE_DIR"' EXIT
 export JAX_COMPILATION_CACHE_DIR JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+# A worker that crashes ends the suite there: with a new one in its place, xdist can wait for ever.
 "$venv/bin/python" -m pytest --quiet --numprocesses "${JAXRL_TEST_WORKERS:-2}" --dist loadfile \
+    --max-worker-restart 0 \
     --durations 10 --durations-min 10 "$@"
