@@ -89,7 +89,7 @@ def _critic(config: Config) -> Iterator[str]:
         yield f"critic.path={critic.path!r} is read for critic.kind=model only; set it to null"
     if critic.keep_head and (critic.kind != "model" or critic.path is None):
         yield (
-            "critic.keep_head=true needs a reward model whose head could be kept: set "
+            "critic.keep_head=true needs a reward model or critic whose head could be kept: set "
             "critic.kind=model and critic.path to its folder, or this to false"
         )
     if critic.kind == "model" and not critic.trunk_gradient:

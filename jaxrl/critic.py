@@ -1,9 +1,9 @@
 """The critic: a head on the policy's trunk, or a trunk of its own; and the `Forward` of both.
 
-The value head is float32 and starts at exactly zero, so every first value is 0, unless a reward
-model's own row is kept (`critic.keep_head`): then the first value of a state is what that model
-would give to the text up to there. The head's parameters, and an own trunk, are a tree separate
-from the policy's everywhere.
+The value head is float32 and starts at exactly zero, so every first value is 0, unless the head of
+a reward model or of an earlier critic is kept (`critic.keep_head`): then the first value of a state
+is what that model would give to the text up to there. The head's parameters, and an own
+trunk, are a tree separate from the policy's everywhere.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def make_forward(model: Model, critic: CriticConfig | None) -> Forward:
 
 
 def init_value_params(
-    model: Model, critic: CriticConfig | None, trunk: Any, kernel: Any = None
+    model: Model, critic: CriticConfig | None, trunk: Any, head: Any = None
 ) -> dict[str, Any]:
     """Value parameters: the head, and for kind=model a copy of `trunk` without its head.
 
@@ -61,15 +61,14 @@ def init_value_params(
         model: The policy's decoder, whose shape a critic's own trunk has too.
         critic: None gives no parameters.
         trunk: Parameters of a decoder; may hold an output head, which is left out.
-        kernel: [hidden, 1] that the head starts from, a reward model's row; None: exactly zero.
-            The bias is zero either way.
+        head: What the head starts from: "kernel" [hidden, 1], a reward model's row, and "bias" [1]
+            if an earlier critic's. What is missing is exactly zero.
     """
     if critic is None:
         return {}
-    head = value_head_init(model.config.hidden_size)
-    if kernel is not None:
-        head["kernel"] = jnp.asarray(kernel, jnp.float32)
-    params: dict[str, Any] = {"value_head": head}
+    given = {name: jnp.asarray(weight, jnp.float32) for name, weight in (head or {}).items()}
+    value_head = value_head_init(model.config.hidden_size) | given
+    params: dict[str, Any] = {"value_head": value_head}
     if critic.kind == "model":
         kept = {name: weight for name, weight in trunk.items() if name in _TRUNK}
         params["trunk"] = jax.tree.map(jnp.copy, kept)

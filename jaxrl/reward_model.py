@@ -51,10 +51,11 @@ class RewardModel:
         self._settings, self._mesh = settings, mesh
         where = f"{key}.path={settings.path!r}"
         try:
-            config, is_classifier = load_trunk_config(settings.path)
-            if not is_classifier:
+            config, kind = load_trunk_config(settings.path)
+            if kind != "ForSequenceClassification":
+                what = "language model" if kind == "ForCausalLM" else "token classifier"
                 raise ConversionError(
-                    "it is a language model; a reward model is a sequence classifier with one "
+                    f"it is a {what}; a reward model is a sequence classifier with one "
                     "label (architectures in its config.json: ...ForSequenceClassification)"
                 )
             self._tokenizer = load_tokenizer(settings.path)
@@ -63,7 +64,7 @@ class RewardModel:
                 raise DataError(
                     f"its tokenizer has no chat template; set {key}.chat=false for plain text"
                 )
-            params = load_classifier(settings.path, config, dtype=settings.dtype)
+            params = load_classifier(settings.path, config, kind, dtype=settings.dtype)
             self._params = _placed(params, config, mesh)
         except (ConfigError, ConversionError, DataError) as error:
             raise RewardError(f"{where} cannot be used: {error}") from error

@@ -193,11 +193,11 @@ def _model_folder(config: Config) -> str:
 
 def _check_critic(critic: CriticConfig, policy: ModelConfig) -> None:
     assert critic.path is not None
-    trunk, is_classifier = load_trunk_config(critic.path)
-    if critic.keep_head and not is_classifier:
+    trunk, kind = load_trunk_config(critic.path)
+    if critic.keep_head and kind == "ForCausalLM":
         raise ConfigError(
             f"critic.keep_head=true, but critic.path={critic.path} is a language model without a "
-            "score of its own; set it to false, or give a sequence classifier with one label"
+            "score of its own; set it to false, or give a classifier with one label"
         )
     if replace(trunk, tie_word_embeddings=policy.tie_word_embeddings) != policy:
         raise ConfigError(

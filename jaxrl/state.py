@@ -117,10 +117,10 @@ def fresh_state(config: Config, model: Model, mesh: Mesh, optimizers: Optimizers
     where = jax.tree.map(lambda leaf: leaf.sharding, like)
     policy = reference_params(config, model, mesh)
     critic = config.critic if config.needs_critic else None
-    trunk, kernel = policy, None
+    trunk, head = policy, None
     if critic is not None and critic.kind == "model" and critic.path:
-        trunk, kernel = _critic_start(critic, model.config)
-    value = jax.device_put(init_value_params(model, critic, trunk, kernel), where.value_params)
+        trunk, head = _critic_start(critic, model.config)
+    value = jax.device_put(init_value_params(model, critic, trunk, head), where.value_params)
 
     def init(policy: Any, value: Any) -> tuple[Any, Any]:
         return optimizers.policy.init(policy), optimizers.value.init(value)
@@ -146,13 +146,13 @@ def fresh_state(config: Config, model: Model, mesh: Mesh, optimizers: Optimizers
 
 
 def _critic_start(critic: CriticConfig, config: ModelConfig) -> tuple[Any, Any]:
-    """Trunk, and the value head's kernel or None, from `critic.path`."""
+    """Trunk, and the value head or None for a fresh one, from `critic.path`."""
     assert critic.path is not None
-    _, is_classifier = load_trunk_config(critic.path)
-    if not is_classifier:
+    _, kind = load_trunk_config(critic.path)
+    if kind == "ForCausalLM":
         return load_params(critic.path, config, with_head=False), None
-    params = load_classifier(critic.path, config)
-    return params, params["value_head"]["kernel"] if critic.keep_head else None
+    params = load_classifier(critic.path, config, kind)
+    return params, params["value_head"] if critic.keep_head else None
 
 
 def reference_params(config: Config, model: Model, mesh: Mesh) -> Any:

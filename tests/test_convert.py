@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import optax
 import pytest
+import torch
+import transformers
 
 from jaxrl.checkpoint.hf import load_hf_config, load_params
 from jaxrl.checkpoint.state import CheckpointStore
@@ -26,10 +28,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def trained(folder: Path, scale: float) -> TrainState:
+def trained(folder: Path, scale: float, critic: str = "head") -> TrainState:
     """A state as a run saves it: a moved policy, a critic, moments of both optimizers."""
     policy = jax.tree.map(lambda x: x * scale, load_params(folder, config_of(folder)))
-    value = {"value_head": {"kernel": np.ones((32, 1), np.float32), "bias": np.ones(1, np.float32)}}
+    kernel = np.linspace(-1, 1, 32, dtype=np.float32)[:, None]
+    value: dict[str, Any] = {"value_head": {"kernel": kernel, "bias": np.full(1, 0.5, np.float32)}}
+    if critic == "model":
+        value["trunk"] = {
+            name: jax.tree.map(lambda x: x * 0.9, policy[name])
+            for name in ("embed", "layers", "norm")
+        }
+    elif critic == "none":
+        value = {}
     return TrainState(
         policy_params=policy,
         value_params=value,
@@ -95,6 +105,51 @@ def test_an_older_checkpoint_can_be_named(
     assert convert.main(["jaxrl-to-hf", *where]) == 0
     expected: dict[str, Any] = trained(folder, 1.02).policy_params
     assert_same_tree(load_params(out, config_of(out)), expected)
+
+
+@pytest.mark.parametrize("critic", ["head", "model"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_critic_is_exported_with_its_value_of_every_state(
+    critic: str, dtype: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = trained(folder, 1.04, critic)
+    save(tmp_path / "run", folder, state)
+    out = tmp_path / "critic"
+    command = ["jaxrl-to-hf", str(tmp_path / "run"), str(out), "--critic", "--check"]
+    assert convert.main([*command, "--dtype", dtype]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(" agree: largest difference of values") == 2
+    assert f"in {dtype}, the critic of step 1" in printed
+
+    theirs: Any = transformers.AutoModelForTokenClassification.from_pretrained(out).eval()
+    assert theirs.config.num_labels == 1 and theirs.dtype == getattr(torch, dtype)
+    tokens = np.random.default_rng(1).integers(0, 64, (2, 9), dtype=np.int32)
+    with torch.no_grad():
+        values = theirs.float()(torch.tensor(tokens, dtype=torch.long)).logits[..., 0].numpy()
+    trunk = state.value_params.get("trunk", state.policy_params)
+    rounded = jax.tree.map(
+        lambda x: x.astype(dtype).astype(np.float32), {**trunk, **state.value_params}
+    )
+    expected = convert.values(rounded, config_of(folder), tokens)
+    np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)
+    assert np.ptp(expected) > 0.1
+
+
+def test_a_checkpoint_without_a_critic_has_none_to_export(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "run", folder, trained(folder, 1.0, "none"))
+    command = ["jaxrl-to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--critic"]
+    assert convert.main(command) == 1
+    assert "step 1 in" in (error := capsys.readouterr().err)
+    assert "has no critic; leave out --critic" in error
+    assert not (tmp_path / "out").exists()
+
+
+def save(run_dir: Path, folder: Path, state: TrainState) -> None:
+    store = CheckpointStore(run_dir / "checkpoints", keep=1)
+    store.save(1, state, {"config": {"model": {"path": str(folder)}}})
+    store.close()
 
 
 def test_a_moved_model_folder_has_to_be_given(

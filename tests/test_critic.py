@@ -13,6 +13,7 @@ import transformers
 
 from jaxrl import setup
 from jaxrl.checkpoint.hf import load_hf_config
+from jaxrl.checkpoint.hf_classifier import export_critic
 from jaxrl.config import Config
 from jaxrl.config_io import load_config
 from jaxrl.critic import make_forward
@@ -58,12 +59,18 @@ def start(config: Config) -> tuple[Model, Any]:
 def first_values(config: Config, trajectories: list[Trajectory]) -> list[np.ndarray]:
     """Value of the state before each policy token of each trajectory, at the start."""
     model, state = start(config)
+    return values_of(config, model, state.policy_params, state.value_params, trajectories)
+
+
+def values_of(
+    config: Config, model: Model, policy: Any, value: Any, trajectories: list[Trajectory]
+) -> list[np.ndarray]:
     forward = make_forward(model, config.critic)
     assert forward.values is not None
     packed = lay_out(trajectories, tokens=256)
     packed = jax.tree.map(lambda x: x[0, 0], packed)
-    hidden = model.hidden(state.policy_params, *row_inputs(packed))
-    values = np.asarray(forward.values(state.value_params, hidden, packed))
+    hidden = model.hidden(policy, *row_inputs(packed))
+    values = np.asarray(forward.values(value, hidden, packed))
     valid, index = np.asarray(packed.policy_valid), np.asarray(packed.trajectory)
     return [values[valid & (index == i)] for i in range(len(trajectories))]
 
@@ -90,6 +97,25 @@ def test_a_kept_head_gives_the_classifiers_score_of_the_text_so_far(folders: Fol
         expected = scores_at_every_position(folders["rm"], trajectory)
         np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)
         assert np.abs(expected).max() > 1e-2
+
+
+def test_a_run_starts_with_the_values_that_an_earlier_critic_ended_with(
+    folders: Folders, tmp_path: Path
+) -> None:
+    trajectories = make_trajectories(4)
+    config = configure(folders, "critic.kind=model", f"critic.path={folders['lm']}")
+    model, state = start(config)
+    head = {"kernel": np.linspace(-1, 1, 32, dtype=np.float32)[:, None], "bias": np.float32([0.7])}
+    ended = {**state.value_params, "value_head": head}
+    export_critic(tmp_path / "critic", ended["trunk"], head, model.config)
+    keys = ["critic.kind=model", f"critic.path={tmp_path / 'critic'}"]
+    kept = first_values(configure(folders, *keys, "critic.keep_head=true"), trajectories)
+    expected = values_of(config, model, state.policy_params, ended, trajectories)
+    assert np.abs(np.concatenate(expected)).max() > 0.1
+    for one, other in zip(kept, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for values in first_values(configure(folders, *keys), trajectories):
+        np.testing.assert_array_equal(values, 0.0)
 
 
 @pytest.mark.parametrize(

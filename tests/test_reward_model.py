@@ -230,6 +230,8 @@ def test_language_models_other_label_counts_and_foreign_architectures_are_refuse
     lm, two = tmp_path / "lm", tmp_path / "two"
     save_model(lm, kind="lm")
     refused(lm, "it is a language model; a reward model is a sequence classifier")
+    change_config(lm, architectures=["Qwen3ForTokenClassification"], num_labels=1)
+    refused(lm, "it is a token classifier; a reward model is a sequence classifier")
     save_model(two, num_labels=2)
     save_tokenizer(two)
     refused(two, "2 labels; .* must have num_labels=1")

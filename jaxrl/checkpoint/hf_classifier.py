@@ -1,29 +1,35 @@
-"""Hugging Face sequence classifiers with one label in: reward models, and critics made of them.
+"""Hugging Face classifiers with one label: reward models and critics in, critics out.
 
 Such a folder holds the trunk of a causal language model without its output head, and one row
-`score.weight` [1, hidden] without a bias. transformers reads its product with the last token.
+`score.weight` [1, hidden]. A sequence classifier, the form of reward models, multiplies it with the
+last token. A token classifier has a bias as well, `score.bias` [1], and an output at every token,
+which is what a critic is: its output at token t is the value of the state after t.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxrl.checkpoint.hf import load_hf_config, read_weights
+from jaxrl.checkpoint.hf_export import described, table_tensors, write_hf_folder
 from jaxrl.errors import ConversionError
-from jaxrl.models import ModelConfig, score_weight, weight_table
+from jaxrl.models import ModelConfig, Weight, score_bias, score_weight, weight_table
 from jaxrl.models.hf_config import ARCHITECTURES
 
-__all__ = ["load_classifier", "load_trunk_config"]
+__all__ = ["Kind", "export_critic", "load_classifier", "load_trunk_config"]
 
-_SUFFIX = "ForSequenceClassification"
+Kind = Literal["ForCausalLM", "ForSequenceClassification", "ForTokenClassification"]
+"""What stands above the trunk: how the name of the architecture ends."""
+
+_CLASSIFIERS: tuple[Kind, ...] = ("ForSequenceClassification", "ForTokenClassification")
 # What transformers takes when a config says nothing.
 _DEFAULT_LABELS = 2
 
 
-def load_trunk_config(folder: str | Path) -> tuple[ModelConfig, bool]:
-    """The decoder in a folder, and whether it is a sequence classifier's (else a language model's).
+def load_trunk_config(folder: str | Path) -> tuple[ModelConfig, Kind]:
+    """The decoder in a folder, and what stands above it.
 
     Raises:
         ConversionError: Neither of a supported family, or a classifier with another number of
@@ -31,35 +37,87 @@ def load_trunk_config(folder: str | Path) -> tuple[ModelConfig, bool]:
     """
     config = load_hf_config(folder)
     names = config.get("architectures") or ()
-    if not any(str(name).endswith(_SUFFIX) for name in names):
-        return ModelConfig.from_hf(config), False
+    kind: Kind | None = next(
+        (kind for kind in _CLASSIFIERS if any(str(name).endswith(kind) for name in names)), None
+    )
+    if kind is None:
+        return ModelConfig.from_hf(config), "ForCausalLM"
     # The family is checked by `from_hf`, which knows no classifiers.
     trunk = ModelConfig.from_hf({k: v for k, v in config.items() if k != "architectures"})
-    expected = ARCHITECTURES[trunk.model_type].replace("ForCausalLM", _SUFFIX)
+    expected = ARCHITECTURES[trunk.model_type].replace("ForCausalLM", kind)
     if list(names) != [expected]:
         raise ConversionError(
             f"{folder}: architectures={list(names)} does not go with model_type "
             f"{trunk.model_type!r}; it must be [{expected!r}]"
         )
     _check_labels(folder, config)
-    return trunk, True
+    return trunk, kind
 
 
 def load_classifier(
-    folder: str | Path, config: ModelConfig, *, dtype: str = "float32"
+    folder: str | Path, config: ModelConfig, kind: Kind, *, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """The trunk's parameters, and "value_head": {"kernel"}, float32 [hidden, 1].
+    """The trunk's parameters, and "value_head": {"kernel"} [hidden, 1], and "bias" [1] if it has.
 
     Args:
         folder: A classifier's folder.
         config: Its decoder, from `load_trunk_config`.
+        kind: Which classifier, from there too.
         dtype: Of the trunk.
 
     Raises:
         ConversionError: Listing missing, unexpected, wrong-shape and wrong-type tensors.
     """
+    return read_weights(folder, _table(config, kind), dtype=dtype)
+
+
+def export_critic(
+    out: str | Path,
+    trunk: Mapping[str, Any],
+    value_head: Mapping[str, Any],
+    config: ModelConfig,
+    *,
+    source: str | Path | None = None,
+    dtype: str = "float32",
+    max_shard_bytes: int = 5_000_000_000,
+) -> Path:
+    """Writes a critic as a token classifier with one label, whole or not at all.
+
+    `AutoModelForTokenClassification` then gives the value V(s_t) of the state after token t as its
+    one logit there, and `critic.path` with `critic.keep_head=true` starts a run from it.
+
+    Args:
+        out: The folder to write. An older model folder there is replaced at the very end.
+        trunk: The decoder the head reads: the critic's own, or the policy's for a head on it. An
+            output head among them is left out.
+        value_head: {"kernel": [hidden, 1], "bias": [1]}.
+        config: What the trunk is.
+        source: A Hugging Face folder of the same decoder; see `export_hf`.
+        dtype: "float32" or "bfloat16", of everything.
+        max_shard_bytes: See `export_hf`.
+
+    Returns:
+        `out`, as a path.
+
+    Raises:
+        ConversionError: As `export_hf`.
+    """
+    kind: Kind = "ForTokenClassification"
+    params = {name: tree for name, tree in trunk.items() if name not in ("head", "value_head")}
+    tensors = table_tensors({**params, "value_head": value_head}, _table(config, kind))
+    hf_config = described(config, source, dtype) | {
+        "architectures": [ARCHITECTURES[config.model_type].replace("ForCausalLM", kind)],
+        "id2label": {"0": "value"},
+        "label2id": {"value": 0},
+        "classifier_dropout": 0.0,  # else transformers drops a tenth of the states when it trains
+    }
+    return write_hf_folder(out, tensors, hf_config, source, dtype, max_shard_bytes)
+
+
+def _table(config: ModelConfig, kind: Kind) -> list[Weight]:
     trunk = [weight for weight in weight_table(config) if weight.path[0] != "head"]
-    return read_weights(folder, [*trunk, score_weight(config)], dtype=dtype)
+    bias = [score_bias()] if kind == "ForTokenClassification" else []
+    return [*trunk, score_weight(config), *bias]
 
 
 def _check_labels(folder: str | Path, config: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ Tensors are fetched from the devices, turned into Hugging Face's layout and writ
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,20 @@ def export_hf(
             because `source` is another model, or `out` is something else than a model folder.
     """
     tensors = hf_tensors(params, config)
-    hf_config = _hf_config(config, source, dtype)
+    return write_hf_folder(
+        out, tensors, described(config, source, dtype), source, dtype, max_shard_bytes
+    )
+
+
+def write_hf_folder(
+    out: str | Path,
+    tensors: Sequence[TensorSource],
+    hf_config: Mapping[str, Any],
+    source: str | Path | None,
+    dtype: str,
+    max_shard_bytes: int,
+) -> Path:
+    """Writes config, tokenizer files and weights, whole or not at all; see `export_hf`."""
     with whole_folder(out) as folder:
         write_json(folder / "config.json", hf_config)
         if source is not None:
@@ -94,8 +107,13 @@ def hf_tensors(params: Mapping[str, Any], config: ModelConfig) -> list[TensorSou
     Raises:
         ConversionError: Listing parameters that are missing, unexpected or of the wrong shape.
     """
-    table = weight_table(config)
-    leaves = {path: leaf for path, leaf in _leaves(params) if path[0] not in _TRAIN_ONLY}
+    policy = {name: tree for name, tree in params.items() if name not in _TRAIN_ONLY}
+    return table_tensors(policy, weight_table(config))
+
+
+def table_tensors(params: Mapping[str, Any], table: Sequence[Weight]) -> list[TensorSource]:
+    """The tensors of a weights table, sorted by name; `params` must fit it exactly."""
+    leaves = dict(_leaves(params))
     _check_fit(leaves, table)
     tensors = []
     for weight in table:
@@ -105,7 +123,8 @@ def hf_tensors(params: Mapping[str, Any], config: ModelConfig) -> list[TensorSou
     return sorted(tensors, key=lambda tensor: tensor.name)
 
 
-def _hf_config(config: ModelConfig, source: str | Path | None, dtype: str) -> dict[str, Any]:
+def described(config: ModelConfig, source: str | Path | None, dtype: str) -> dict[str, Any]:
+    """The config.json of a language model: `source`'s, if given and of the same model."""
     written = config.to_hf()
     if source is not None:
         written = load_hf_config(source)
@@ -130,7 +149,7 @@ def _copy_files(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / name)
 
 
-def _check_fit(leaves: Mapping[tuple[str, ...], Any], table: tuple[Weight, ...]) -> None:
+def _check_fit(leaves: Mapping[tuple[str, ...], Any], table: Sequence[Weight]) -> None:
     """One error with everything that does not fit."""
     by_path = {weight.path: weight for weight in table}
     faults = [f"missing: {'.'.join(path)}" for path in by_path if path not in leaves]

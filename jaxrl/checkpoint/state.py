@@ -140,12 +140,21 @@ class CheckpointStore:
 
     def restore_policy(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """The policy's parameters as nested dicts of NumPy arrays, and the host part."""
+        return self._restore_part(step, "policy_params")
+
+    def restore_critic(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The critic's own parameters (empty: it has none), likewise."""
+        return self._restore_part(step, "value_params")
+
+    def _restore_part(self, step: int, part: str) -> tuple[dict[str, Any], dict[str, Any]]:
         found = self._open(step)
-        names = [name for name in found.manifest["arrays"] if name.startswith("policy_params/")]
+        names = [name for name in found.manifest["arrays"] if name.startswith(f"{part}/")]
+        if not names:
+            return {}, self._host(found.path)
         arrays = self._read(
             found.path, {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
         )
-        return nested(arrays, "policy_params"), self._host(found.path)
+        return nested(arrays, part), self._host(found.path)
 
     def _scan(self) -> list[Found]:
         self._join()

@@ -36,10 +36,11 @@ class CriticConfig:
     kind: Literal["head", "model"] = "head"
     """A float32 head on the policy's trunk, or a trunk of its own with that head."""
     path: str | None = None
-    """For kind=model: folder the trunk starts from, a language model's or a reward model's (a
-    sequence classifier with one label); null starts from the policy's weights."""
+    """For kind=model: folder the trunk starts from, a language model's, a reward model's (a
+    sequence classifier with one label) or an earlier critic's (a token classifier, written by
+    `convert.py --critic`); null starts from the policy's weights."""
     keep_head: bool = False
-    """Start from the reward model's own head, instead of zero."""
+    """Start from that model's own head, instead of zero."""
     trunk_gradient: bool = True
     """For kind=head: whether the value loss also moves the policy's trunk."""
     warmup_iterations: int = 0

@@ -9,7 +9,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.model import Cache, Model
 from jaxrl.models.rope import RopeConfig
 from jaxrl.models.value_head import value_head_apply, value_head_init
-from jaxrl.models.weights import Weight, score_weight, weight_table
+from jaxrl.models.weights import Weight, score_bias, score_weight, weight_table
 
 __all__ = [
     "Cache",
@@ -17,6 +17,7 @@ __all__ = [
     "ModelConfig",
     "RopeConfig",
     "Weight",
+    "score_bias",
     "score_weight",
     "value_head_apply",
     "value_head_init",

@@ -84,9 +84,14 @@ def weight_table(config: ModelConfig) -> tuple[Weight, ...]:
 
 
 def score_weight(config: ModelConfig) -> Weight:
-    """The output row of a sequence classifier with one label, which is a value head's kernel."""
+    """The output row of a classifier with one label, which is a value head's kernel."""
     path, shape = ("value_head", "kernel"), (1, config.hidden_size)
     return _single(path, "score.weight", shape, (None, None), order=(1, 0))
+
+
+def score_bias() -> Weight:
+    """The bias of a token classifier with one label, which is a value head's."""
+    return _single(("value_head", "bias"), "score.bias", (1,), (None,), kind="zeros")
 
 
 def _single(

@@ -22,7 +22,7 @@ from jaxrl.checkpoint.state import CheckpointStore
 from jaxrl.config import Config
 from jaxrl.config_io import load_config, save_config
 from jaxrl.errors import RolloutError
-from jaxrl.metrics import WALL_CLOCK, read_metrics
+from jaxrl.metrics import WALL_CLOCK, read_metrics, read_samples
 from jaxrl.rollouts import Rollouts
 from jaxrl.setup import Run, build
 from jaxrl.trainer import start, train
@@ -111,7 +111,14 @@ def go(config: Config, *, greedy: bool = False, watch: Callable[[Run], None] | N
     run = build(config)
     spy = Spied(run.engine)
     sampling = dataclasses.replace(run.sampling, temperature=0.0) if greedy else run.sampling
-    rollouts = Rollouts(config, spy, run.cursor, sampling, run.score)  # type: ignore[arg-type]
+    rollouts = Rollouts(
+        config,
+        spy,  # type: ignore[arg-type]
+        run.cursor,
+        sampling,
+        run.score,
+        run.stage,
+    )
     run = dataclasses.replace(run, engine=spy, rollouts=rollouts)  # type: ignore[arg-type]
     try:
         if watch:
@@ -315,3 +322,47 @@ def test_both_engines_give_the_same_update(server: RunningServer, tiny_model: Pa
         assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-3)
     assert len({row["loss"] for row in rows[1::2]}) == 3  # the weights moved
     assert (tmp_path / "run/compare_rollouts.md").read_text().strip() in done.stdout
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_of_episodes(
+    staleness: int, server: RunningServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Each turn is asked for from the server, and what it said last is what is trained on."""
+    ahead = ["algorithm.importance=token"] if staleness else []
+    config = configure(
+        tiny_model,
+        server.url,
+        tmp_path / "run",
+        "reward.functions=[]",
+        "rollout.env=playing:vowels",
+        "rollout.max_turns=2",
+        "rollout.max_turn_tokens=8",
+        "rollout.max_new_tokens=48",
+        "rollout.dynamic_sampling=true",
+        f"rollout.stop_token_ids={[2, *range(10, 500, 6)]}",
+        f"rollout.max_staleness={staleness}",
+        "data.chat=true",
+        "data.max_prompt_tokens=24",
+        "data.eval={kind: python, name: jaxrl.tasks:reverse_letters}",
+        "data.eval.params={split: test, size: 3, length: 6}",
+        "packing.micro_batch_tokens=576",
+        "packing.row_lengths=[144]",
+        "eval.every=3",
+        "iterations=3",
+        *ahead,
+    )
+    done = go(config)
+    assert [row["step"] for row in done.metrics] == [0, 1, 2, 3]
+    for row in done.metrics[1:]:
+        assert row["rollout/logprob_diff_max"] < 1e-4 or row["rollout/staleness_max"] > 0
+        assert row["first_update/ratio_mean"] == 1.0
+        assert row["reward/std"] > 0.0 and row["updates/skipped"] == 0.0
+        assert row["rollout/staleness_max"] <= staleness
+    assert done.metrics[0]["eval/turns"] > 1.0
+    samples = read_samples(config.run_dir)
+    for row in samples:
+        assert row["completion"].count("tool: and\nassistant:") == row["turns"] - 1
+    assert {row["turns"] for row in samples} - {1} == {2}
+    versions = {row["weight_version"] for row in samples if not row.get("held_out")}
+    assert versions <= {0, 1, 2} and len(versions) == 3 - staleness
