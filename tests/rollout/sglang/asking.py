@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config import RolloutConfig
@@ -48,14 +51,26 @@ def each_once(got: Sequence[Trajectory], samples: int) -> None:
 
 def scored(params: Any, trajectory: Trajectory, temperature: float = 1.0) -> np.ndarray:
     """jaxrl's own log-probabilities of the response, by a plain forward of this trajectory."""
-    ids = np.asarray(trajectory.ids)[None]
-    ones = np.ones_like(ids)
-    hidden = MODEL.hidden(params, ids, np.arange(ids.shape[1])[None], ones, 0 * ones)
-    logits = np.asarray(hidden[0] @ MODEL.head(params), np.float64) / temperature
+    return own_logprobs(params, trajectory.ids, temperature)[len(trajectory.prompt.ids) - 1 :]
+
+
+def own_logprobs(
+    params: Any, ids: Sequence[int], temperature: float = 1.0, model: Model = MODEL
+) -> np.ndarray:
+    """log p(ids[t] | ids[<t]) for t >= 1, by a plain forward."""
+    # Padded on the right, where causality keeps it out: few lengths to compile for.
+    row = np.zeros((1, -(-len(ids) // 128) * 128), np.int32)
+    row[0, : len(ids)] = ids
+    logits = np.asarray(_logits(model, params, row), np.float64)[0, : len(ids)] / temperature
     logits -= logits.max(-1, keepdims=True)
     logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
-    first = len(trajectory.prompt.ids)
-    return logits[np.arange(first - 1, ids.shape[1] - 1), ids[0, first:]]
+    return logits[np.arange(len(ids) - 1), np.asarray(ids)[1:]]
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits(model: Model, params: Any, row: jax.Array) -> jax.Array:
+    ones = jnp.ones_like(row)
+    return model.hidden(params, row, jnp.arange(row.shape[1])[None], ones) @ model.head(params)
 
 
 def honest(params: Any, got: Sequence[Trajectory], temperature: float = 1.0) -> None:

@@ -30,6 +30,7 @@ from jaxrl.rollout.sglang.weights import (
     resume,
     tensor_snapshot,
 )
+from tests.rollout.sglang.asking import own_logprobs
 from tests.rollout.sglang.faulty import Alter, Answer, CutBefore, Delay, FaultyProxy, Hang
 from tests.rollout.sglang.models import CONFIG, make_params
 from tests.rollout.sglang.servers import RunningServer, start_server
@@ -118,14 +119,8 @@ async def generate(client: ServerClient, ids: Sequence[int], new_tokens: int, **
 
 
 def own(params: Any, ids: Sequence[int], config: ModelConfig = CONFIG) -> np.ndarray:
-    """jaxrl's log p(ids[t] | ids[<t]) for t >= 1."""
-    model, row = Model(config), np.asarray(ids)[None]
-    ones = np.ones_like(row)
-    hidden = model.hidden(params, row, np.arange(row.shape[1])[None], ones, 0 * ones)
-    logits = np.asarray(hidden[0] @ model.head(params), np.float64)
-    logits -= logits.max(-1, keepdims=True)
-    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
-    return logits[np.arange(row.shape[1] - 1), row[0, 1:]]
+    """As `own_logprobs`, of another model too."""
+    return own_logprobs(params, ids, model=Model(config))
 
 
 def rounded(params: Any, dtype: str) -> Any:
@@ -373,6 +368,19 @@ async def running(client: ServerClient) -> None:
     await asyncio.sleep(0.3)
 
 
+async def paused_within(client: ServerClient) -> asyncio.Task[Any]:
+    """A request that the server holds half done. On a busy machine it may be quicker than we."""
+    for _ in range(20):
+        under_way = asyncio.create_task(generate(client, IDS, 300))
+        await running(client)
+        await client.post("/pause_generation", {"mode": "in_place"})
+        await asyncio.sleep(0.2)
+        if not under_way.done():
+            return under_way
+        await resume(client)
+    raise AssertionError("every request was over before the server paused")
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_an_update_whose_cache_is_in_use_ends_with_a_flushed_one(
     way: str, server_url: str, snap: Snap, old: Any, new: Any
@@ -383,9 +391,7 @@ def test_an_update_whose_cache_is_in_use_ends_with_a_flushed_one(
 
         async def work(client: ServerClient) -> None:
             assert await update(client, before) == {}
-            under_way = asyncio.create_task(generate(client, IDS, 300))
-            await running(client)
-            await client.post("/pause_generation", {"mode": "in_place"})
+            under_way = await paused_within(client)
             sending = asyncio.create_task(after.send([client]))
             while proxy.count("/flush_cache") < 3:
                 assert not sending.done()
@@ -407,9 +413,7 @@ def test_a_cache_that_stays_in_use_is_a_failure(
     snapshot = snap(way, new)
 
     async def work(client: ServerClient) -> None:
-        under_way = asyncio.create_task(generate(client, IDS, 300))
-        await running(client)
-        await client.post("/pause_generation", {"mode": "in_place"})
+        under_way = await paused_within(client)
         try:
             failed = await snapshot.send([client])
         finally:
