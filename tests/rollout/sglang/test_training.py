@@ -174,7 +174,8 @@ def test_old_logprobs_may_be_the_servers(server: RunningServer, tiny_model: Path
     done = go(configure(tiny_model, server.url, tmp_path / "run", *options))
     differences = [row["first_update/logprob_diff_max"] for row in done.metrics[1:]]
     assert 0.0 < differences[0] < 1e-4  # the server's own rounding
-    assert differences[-1] > 1e-4  # weights have moved on
+    for row, difference in zip(done.metrics[1:], differences, strict=True):
+        assert difference > (1e-4 if row["rollout/staleness_max"] else 0.0)  # weights moved on
 
 
 def test_a_resumed_greedy_run_equals_one_never_stopped(
@@ -365,4 +366,5 @@ def test_a_run_of_episodes(
         assert row["completion"].count("tool: and\nassistant:") == row["turns"] - 1
     assert {row["turns"] for row in samples} - {1} == {2}
     versions = {row["weight_version"] for row in samples if not row.get("held_out")}
-    assert versions <= {0, 1, 2} and len(versions) == 3 - staleness
+    # Whether a batch that may be ahead is, a busy machine decides.
+    assert versions == {0, 1, 2} if not staleness else versions <= {0, 1, 2}
