@@ -1,4 +1,4 @@
-"""Runs over each other in one picture, and their held-out scores as a table.
+"""Runs over each other in one picture, and one metric of them as a table.
 
     python scripts/plot_runs.py docs/critics.png "head=runs/head-0,runs/head-1" "grpo=runs/grpo-0"
 
@@ -26,13 +26,16 @@ def main() -> int:
     )
     parser.add_argument("out", type=Path, help="the picture, a PNG file")
     parser.add_argument("runs", nargs="+", metavar="LABEL=DIR,DIR,...")
+    parser.add_argument(
+        "--metric", default="eval/score", help="what the table shows (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     try:
         groups = dict(_parsed(text) for text in arguments.runs)
         folders = [folder for group in groups.values() for folder in group]
         labels = [label for label, group in groups.items() for _ in group]
         compare_runs(folders, labels, arguments.out)
-        print(table(groups))
+        print(table(groups, arguments.metric))
     except JaxrlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -47,13 +50,15 @@ def _parsed(text: str) -> tuple[str, list[str]]:
     return label, folders.split(",")
 
 
-def table(groups: dict[str, list[str]]) -> str:
-    """Markdown: a row a label, held-out scores by iteration as mean (smallest to largest)."""
+def table(groups: dict[str, list[str]], metric: str) -> str:
+    """Markdown: a row a label, `metric` by iteration as mean (smallest to largest)."""
     scores = {
-        label: [series(read_metrics(folder), "eval/score") for folder in folders]
+        label: [series(read_metrics(folder), metric) for folder in folders]
         for label, folders in groups.items()
     }
     steps = sorted({step for runs in scores.values() for run in runs for step in run})
+    if not steps:
+        raise DataError(f"no run has a metric {metric!r}; see their metrics.jsonl")
     lines = [f"| | {' | '.join(map(str, steps))} |", f"|---|{'---|' * len(steps)}"]
     for label, runs in scores.items():
         lines.append(f"| {label} | {' | '.join(_cell(runs, step) for step in steps)} |")

@@ -131,7 +131,7 @@ def test_a_critic_is_exported_with_its_value_of_every_state(
         lambda x: x.astype(dtype).astype(np.float32), {**trunk, **state.value_params}
     )
     expected = convert.values(rounded, config_of(folder), tokens)
-    np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
     assert np.ptp(expected) > 0.1
 
 

@@ -95,7 +95,7 @@ def test_a_kept_head_gives_the_classifiers_score_of_the_text_so_far(folders: Fol
     assert sum(map(len, ours)) > 8
     for trajectory, values in zip(trajectories, ours, strict=True):
         expected = scores_at_every_position(folders["rm"], trajectory)
-        np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
         assert np.abs(expected).max() > 1e-2
 
 

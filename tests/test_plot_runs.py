@@ -32,6 +32,8 @@ def test_the_table_has_mean_and_spread_and_the_picture_is_there(tmp_path: Path) 
     assert "| two seeds | 0.200 (0.100 to 0.300) | 0.550 (0.500 to 0.600) |" in done.stdout
     assert "| one | 0.250 |  |" in done.stdout
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    other = call(tmp_path / "out.png", f"two seeds={a},{b}", "--metric", "reward/mean")
+    assert "| two seeds | 0.100 (0.050 to 0.150) | 0.275 (0.250 to 0.300) |" in other.stdout
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -40,3 +42,6 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     done = call(tmp_path / "out.png", f"x={tmp_path / 'none'}")
     assert done.returncode == 1 and "none" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out.png").exists()
+    run = record(tmp_path / "run", {0: 0.1})
+    done = call(tmp_path / "out.png", f"x={run}", "--metric", "reward/men")
+    assert done.returncode == 1 and "no run has a metric 'reward/men'" in done.stderr

@@ -57,13 +57,13 @@ def load_trunk_config(folder: str | Path) -> tuple[ModelConfig, Kind]:
 def load_classifier(
     folder: str | Path, config: ModelConfig, kind: Kind, *, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """The trunk's parameters, and "value_head": {"kernel"} [hidden, 1], and "bias" [1] if it has.
+    """The trunk's parameters, and a "value_head": "kernel" [hidden, 1], for tokens "bias" [1] too.
 
     Args:
         folder: A classifier's folder.
         config: Its decoder, from `load_trunk_config`.
         kind: Which classifier, from there too.
-        dtype: Of the trunk.
+        dtype: Of the trunk; the value head is float32 always.
 
     Raises:
         ConversionError: Listing missing, unexpected, wrong-shape and wrong-type tensors.
@@ -83,8 +83,9 @@ def export_critic(
 ) -> Path:
     """Writes a critic as a token classifier with one label, whole or not at all.
 
-    `AutoModelForTokenClassification` then gives the value V(s_t) of the state after token t as its
-    one logit there, and `critic.path` with `critic.keep_head=true` starts a run from it.
+    `AutoModelForTokenClassification` then gives, as its one logit at token t, the value of the
+    state after that token, V(s_t) = h_t · kernel + bias in reward units, h the trunk's hidden
+    states after the final norm. `critic.path` with `critic.keep_head=true` starts a run from it.
 
     Args:
         out: The folder to write. An older model folder there is replaced at the very end.
@@ -93,7 +94,8 @@ def export_critic(
         value_head: {"kernel": [hidden, 1], "bias": [1]}.
         config: What the trunk is.
         source: A Hugging Face folder of the same decoder; see `export_hf`.
-        dtype: "float32" or "bfloat16", of everything.
+        dtype: "float32" or "bfloat16", of everything: such a folder has one, so bfloat16 rounds the
+            value head too.
         max_shard_bytes: See `export_hf`.
 
     Returns:

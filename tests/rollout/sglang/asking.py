@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config import RolloutConfig
-from jaxrl.models import Model
+from jaxrl.models import Model, ModelConfig
 from jaxrl.rollout.sglang.engine import SGLangEngine
 from jaxrl.types import Prompt, Sampling, Trajectory
 from tests.rollout.sglang.models import CONFIG, EOS
@@ -55,20 +55,21 @@ def scored(params: Any, trajectory: Trajectory, temperature: float = 1.0) -> np.
 
 
 def own_logprobs(
-    params: Any, ids: Sequence[int], temperature: float = 1.0, model: Model = MODEL
+    params: Any, ids: Sequence[int], temperature: float = 1.0, config: ModelConfig = CONFIG
 ) -> np.ndarray:
     """log p(ids[t] | ids[<t]) for t >= 1, by a plain forward."""
     # Padded on the right, where causality keeps it out: few lengths to compile for.
     row = np.zeros((1, -(-len(ids) // 128) * 128), np.int32)
     row[0, : len(ids)] = ids
-    logits = np.asarray(_logits(model, params, row), np.float64)[0, : len(ids)] / temperature
+    logits = np.asarray(_logits(config, params, row), np.float64)[0, : len(ids)] / temperature
     logits -= logits.max(-1, keepdims=True)
     logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
     return logits[np.arange(len(ids) - 1), np.asarray(ids)[1:]]
 
 
 @partial(jax.jit, static_argnums=0)
-def _logits(model: Model, params: Any, row: jax.Array) -> jax.Array:
+def _logits(config: ModelConfig, params: Any, row: jax.Array) -> jax.Array:
+    model = Model(config)
     ones = jnp.ones_like(row)
     return model.hidden(params, row, jnp.arange(row.shape[1])[None], ones) @ model.head(params)
 

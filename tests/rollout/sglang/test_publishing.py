@@ -118,11 +118,6 @@ async def generate(client: ServerClient, ids: Sequence[int], new_tokens: int, **
     return await client.post("/generate", body | more)
 
 
-def own(params: Any, ids: Sequence[int], config: ModelConfig = CONFIG) -> np.ndarray:
-    """As `own_logprobs`, of another model too."""
-    return own_logprobs(params, ids, model=Model(config))
-
-
 def rounded(params: Any, dtype: str) -> Any:
     kind = {"float32": np.float32, "bfloat16": jax.numpy.bfloat16}[dtype]
     return jax.tree.map(lambda leaf: np.asarray(leaf).astype(kind).astype(np.float32), params)
@@ -139,11 +134,13 @@ async def check_runs(
     meta = reply["meta_info"]
     whole = [*IDS, *reply["output_ids"]]
     got = [entry[0] for entry in meta["output_token_logprobs"]]
-    np.testing.assert_allclose(got, own(params, whole, config)[-12:], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(
+        got, own_logprobs(params, whole, config=config)[-12:], atol=1e-4, rtol=0
+    )
     assert meta["weight_version"] == tag == await version(client)
     reply = await generate(client, whole, 0, logprob_start_len=0)
     got = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
-    np.testing.assert_allclose(got, own(params, whole, config), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(got, own_logprobs(params, whole, config=config), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -153,7 +150,7 @@ def test_ws01_the_server_runs_what_was_sent_without_its_old_cache(
 ):
     first, second = snap(way, old), snap(way, new, dtype=dtype)
     sent = rounded(new, dtype)
-    assert np.abs(own(old, IDS) - own(sent, IDS)).max() > 1.0
+    assert np.abs(own_logprobs(old, IDS) - own_logprobs(sent, IDS)).max() > 1.0
 
     async def work(client: ServerClient) -> None:
         assert await update(client, first) == {}
@@ -162,7 +159,7 @@ def test_ws01_the_server_runs_what_was_sent_without_its_old_cache(
         assert (await generate(client, IDS, 1))["meta_info"]["cached_tokens"] >= len(IDS) - 1
         assert await update(client, second) == {}
         await check_runs(client, sent, second.tag)
-        probe = Probe(IDS, own(sent, IDS), 1e-4)
+        probe = Probe(IDS, own_logprobs(sent, IDS), 1e-4)
         assert await confirm(client, second, probe) < 1e-5
         assert await confirm(client, second, None) == 0.0
 
@@ -189,7 +186,7 @@ def test_confirmation_fails_for_other_numbers_and_other_names(
     server_url: str, snap: Snap, old: Any, new: Any
 ):
     sent, other = snap("disk", old), snap("tensor", new)
-    right = own(old, IDS)
+    right = own_logprobs(old, IDS)
 
     async def work(client: ServerClient) -> None:
         assert await update(client, sent) == {}
@@ -203,7 +200,7 @@ def test_confirmation_fails_for_other_numbers_and_other_names(
         body = {"new_version": other.tag, "abort_all_requests": False}
         await client.post("/update_weight_version", body)
         with pytest.raises(RolloutError, match="does not run the weights of version"):
-            await confirm(client, other, Probe(IDS, own(new, IDS), 0.05))
+            await confirm(client, other, Probe(IDS, own_logprobs(new, IDS), 0.05))
 
     talk(server_url, work)
 
@@ -233,7 +230,7 @@ def test_a_probe_answer_that_is_not_one_fails(change: Any, server_url: str, snap
             assert await update(client, sent) == {}
             proxy.order("/generate", Alter(alter))
             with pytest.raises(RolloutError, match="probe prompt"):
-                await confirm(client, sent, Probe(IDS, own(old, IDS), 0.05))
+                await confirm(client, sent, Probe(IDS, own_logprobs(old, IDS), 0.05))
 
         talk(proxy.url, work)
 
@@ -314,9 +311,19 @@ def test_ws06_a_tied_embedding_is_followed_as_input_and_as_head(
             snapshot = snap(way, params, config=TIED)
             assert await update(client, snapshot) == {}
             await check_runs(client, params, snapshot.tag, TIED)
-            assert await confirm(client, snapshot, Probe(IDS, own(params, IDS, TIED), 1e-4)) < 1e-5
+            assert (
+                await confirm(
+                    client, snapshot, Probe(IDS, own_logprobs(params, IDS, config=TIED), 1e-4)
+                )
+                < 1e-5
+            )
 
-    assert np.abs(own(first, IDS, TIED) - own(only_embedding, IDS, TIED)).max() > 1.0
+    assert (
+        np.abs(
+            own_logprobs(first, IDS, config=TIED) - own_logprobs(only_embedding, IDS, config=TIED)
+        ).max()
+        > 1.0
+    )
     talk(tied_server.url, work)
 
 
@@ -357,8 +364,8 @@ def test_requests_under_way_go_on_with_the_new_weights(
     assert 0 < cut < 400
     got = np.asarray([entry[0] for entry in meta["output_token_logprobs"]])
     whole = [*IDS, *ids]
-    np.testing.assert_allclose(got[:cut], own(old, whole)[-400:][:cut], atol=1e-4, rtol=0)
-    np.testing.assert_allclose(got[cut:], own(new, whole)[-400:][cut:], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(got[:cut], own_logprobs(old, whole)[-400:][:cut], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(got[cut:], own_logprobs(new, whole)[-400:][cut:], atol=1e-4, rtol=0)
 
 
 async def running(client: ServerClient) -> None:
@@ -448,7 +455,7 @@ def test_half_an_update_does_not_get_its_name_and_a_full_one_repairs_it(
                 await confirm(client, after, None)
             # It is neither the one nor the other.
             with pytest.raises(RolloutError, match="probe prompt differ"):
-                await confirm(client, before, Probe(IDS, own(old, IDS), 1e-3))
+                await confirm(client, before, Probe(IDS, own_logprobs(old, IDS), 1e-3))
             assert await update(client, after) == {}
             await check_runs(client, new, after.tag)
 
