@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl.continuation import Continuation
 from jaxrl.environment import Environment
-from jaxrl.episodes import Stage
+from jaxrl.episodes import Stage, collect
 from jaxrl.rollout.engine import LeftOut, check_request
 from jaxrl.types import Prompt, Sampling, Trajectory
 from tests.rollout.sglang.models import EOS, make_tokenizer
@@ -22,6 +22,10 @@ TEMPLATE = (
 )
 TOKENIZER = make_tokenizer()
 VOCAB = 512
+STOPS = (EOS, *range(10, 500, 6))
+"""Many: a random model would hardly ever say EOS."""
+ASK = Sampling(max_new_tokens=40, stop_token_ids=STOPS)
+SCRIPT = Sampling(max_new_tokens=80, stop_token_ids=(EOS, 10))
 
 
 def encode(text: str) -> tuple[int, ...]:
@@ -172,3 +176,22 @@ def numbered(prompts: Sequence[Prompt], sample: int) -> list[Prompt]:
 
 
 __all__ = ["BOS", "EOS"]
+
+
+def play(engine: Any, prompts: Sequence[Prompt], stage: Stage | None, **changes: Any) -> Any:
+    sampling = SCRIPT if hasattr(engine, "script") else ASK
+    given = {"samples": 1, "sampling": sampling, "seed": 7} | changes
+    return collect(engine, prompts, stage, **given)
+
+
+def runs(trajectory: Trajectory, own: bool) -> list[tuple[int, ...]]:
+    """Stretches of the policy's tokens, or of the environment's."""
+    found: list[list[int]] = []
+    before = not own
+    for token, mine in zip(trajectory.response_ids, trajectory.mask, strict=True):
+        if mine == own:
+            if before != own:
+                found.append([])
+            found[-1].append(token)
+        before = mine
+    return [tuple(ids) for ids in found]

@@ -80,8 +80,8 @@ HELD = {
     """,
     "LP-02": "tests/test_steps.py::test_anchors_equal_each_trajectory_alone",
     "LP-04": "tests/test_logprobs.py::test_lp_04_entropy_is_that_of_the_tempered_distribution",
-    "LP-06": "tests/test_logprobs.py::test_lp_06_bfloat16_inputs_give_float32_logits",
-    "LP-07": "tests/test_logprobs.py::test_lp_07_gradient_keeps_no_chunk_of_logits",
+    "LP-06": "tests/test_logprobs_gradients.py::test_lp_06_bfloat16_inputs_give_float32_logits",
+    "LP-07": "tests/test_logprobs_memory.py::test_lp_07_gradient_keeps_no_chunk_of_logits",
     "LP-08": """
         tests/test_logprobs.py::test_lp_08_no_position_is_lost
         tests/test_logprobs.py::test_lp_08_nothing_to_score
@@ -94,11 +94,11 @@ HELD = {
     """,
     # KL and losses
     "KL-01": """
-        tests/test_losses.py::test_kl_01_descending_k2_brings_the_policy_to_the_reference
+        tests/test_kl.py::test_kl_01_descending_k2_brings_the_policy_to_the_reference
         tests/test_steps.py::test_kl01_a_kl_loss_brings_the_policy_back
     """,
-    "KL-02": "tests/test_losses.py::test_kl_02_which_estimator_has_the_gradient_of_the_kl",
-    "KL-04": "tests/test_losses.py::test_kl_04_masked_sentinels_reach_neither_value_nor_gradient",
+    "KL-02": "tests/test_kl.py::test_kl_02_which_estimator_has_the_gradient_of_the_kl",
+    "KL-04": "tests/test_kl.py::test_kl_04_masked_sentinels_reach_neither_value_nor_gradient",
     "KL-06": """
         tests/test_rewards.py::test_kl_06_the_error_is_clipped_to_a_fifth
         tests/test_fault_cases.py::test_kl06_a_coefficient_adapts_by_the_rule_or_stays
@@ -143,8 +143,8 @@ HELD = {
     "AG-10": "tests/test_optim.py::test_ag10_a_linear_schedule_is_half_way_down_at_half_the_optimizer_steps",
     # tokens and packing
     "TK-01": """
-        tests/test_data.py::test_a_string_becomes_a_user_message_with_exactly_one_bos
-        tests/test_data.py::test_plain_text_has_the_tokenizers_special_tokens_once
+        tests/test_prompts.py::test_a_string_becomes_a_user_message_with_exactly_one_bos
+        tests/test_prompts.py::test_plain_text_has_the_tokenizers_special_tokens_once
     """,
     "TK-02": """
         tests/test_packing.py::test_tk02_a_stop_token_equal_to_the_padding_id_stays_a_policy_token
@@ -158,11 +158,11 @@ HELD = {
     "TK-08": "tests/test_fault_cases.py::test_tk08_a_trimmed_stop_token_is_refused_not_made_up",
     "TK-09": "tests/test_fault_cases.py::test_tk09_a_response_cut_by_the_limit_keeps_its_last_token",
     "TK-11": """
-        tests/test_data.py::test_cut
-        tests/test_data.py::test_overlong_prompts_are_dropped_cut_or_refused_and_counted
+        tests/test_prompts.py::test_cut
+        tests/test_prompts.py::test_overlong_prompts_are_dropped_cut_or_refused_and_counted
     """,
     "TK-12": """
-        tests/test_data.py::test_tokens_outside_the_models_vocabulary_stop_the_run
+        tests/test_prompts.py::test_tokens_outside_the_models_vocabulary_stop_the_run
         tests/checkpoint/test_hf.py::test_a_tokenizer_larger_than_the_embedding_is_refused
     """,
     "PK-01": "tests/models/test_model.py::test_packed_segments_do_not_see_each_other",
@@ -210,9 +210,9 @@ HELD = {
         tests/test_trainer.py::test_rs01_a_resumed_run_equals_one_never_stopped
         tests/rollout/test_trainside.py::test_samples_differ_and_reruns_agree
     """,
-    "CK-02": "tests/checkpoint/test_state.py::test_failed_save_leaves_the_old_one_and_blocks_nothing",
+    "CK-02": "tests/checkpoint/test_state_faults.py::test_failed_save_leaves_the_old_one_and_blocks_nothing",
     "CK-05": """
-        tests/checkpoint/test_state.py::test_failed_save_leaves_the_old_one_and_blocks_nothing
+        tests/checkpoint/test_state_faults.py::test_failed_save_leaves_the_old_one_and_blocks_nothing
         tests/checkpoint/test_state.py::test_after_going_back_the_newest_save_is_the_latest
     """,
     "CK-06": "tests/test_trainer.py::test_ck06_sigterm_saves_the_last_finished_iteration",
@@ -225,7 +225,7 @@ HELD = {
     "DS-07": "tests/test_data.py::test_every_epoch_is_a_permutation_of_its_own_fixed_by_the_seed",
     "DS-08": """
         tests/test_steps.py::test_grpo_takes_the_groups_of_rows_not_of_texts
-        tests/test_data.py::test_equal_prompts_stay_different_rows_and_messages_name_the_file
+        tests/test_prompts.py::test_equal_prompts_stay_different_rows_and_messages_name_the_file
         tests/test_fault_cases.py::test_ds08_rows_with_one_text_are_groups_of_their_own
     """,
     "RW-01": "tests/test_scoring.py::test_the_wrong_number_of_values_is_refused",
@@ -234,10 +234,10 @@ HELD = {
         tests/test_trainer.py::test_rw03_invalid_rewards_can_be_dropped_and_are_counted
     """,
     "RW-04": """
-        tests/test_scoring.py::test_an_exception_shows_traceback_function_and_prompt_and_is_no_score
+        tests/test_reward_process.py::test_an_exception_shows_traceback_function_and_prompt_and_is_no_score
         tests/test_trainer.py::test_bad_input_stops_before_any_compute
     """,
-    "RW-06": "tests/test_scoring.py::test_functions_may_use_signal_alarm",
+    "RW-06": "tests/test_reward_process.py::test_functions_may_use_signal_alarm",
     "RW-07": "tests/test_scoring.py::test_number_types_are_taken_and_strings_are_not",
     # servers
     "RC-01": "tests/rollout/sglang/test_engine.py::test_rc01_proxy_variables_are_for_others",

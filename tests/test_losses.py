@@ -1,4 +1,4 @@
-"""Policy loss, value loss, KL estimators and explained variance."""
+"""Policy loss, value loss and explained variance, and what all losses accept and refuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.test_util import check_grads
 
 from jaxrl import (
     explained_variance,
@@ -98,17 +97,19 @@ def jit_policy(new: Any, old: Any, a: Any, low: Any, high: Any, c: Any) -> Any:
     return ppo_policy_loss(new, old, a, clip_low=low, clip_high=high, dual_clip=c)
 
 
-def test_policy_loss_gradients_are_those_of_finite_differences() -> None:
-    new, old, a = rows(3, 5, seed=4)
-    check_grads(
-        lambda x, y: ppo_policy_loss(x, old, y, dual_clip=3.0).per_token,
-        (new, a),
-        1,
-        modes=["rev"],
-        atol=1e-2,
-        rtol=1e-2,
-        eps=1e-3,
-    )
+def test_policy_loss_gradients_are_those_of_the_formula() -> None:
+    """-A r and -r where r A is what counts; where the clip counts, 0 and minus the bound."""
+    new, old, a = rows(200, seed=4)
+    r, A = np.exp(new.astype(float) - old), a.astype(float)  # noqa: N806
+    whole = np.where(A >= 0, r <= 1.2, (r >= 0.8) & (r <= 3.0))
+    bound = np.where(A >= 0, 1.2, np.where(r < 0.8, 0.8, 3.0))
+    total = lambda x, y: ppo_policy_loss(x, old, y, dual_clip=3.0).per_token.sum()  # noqa: E731
+    of_new, of_a = jax.grad(total, argnums=(0, 1))(new, a)
+    close(of_new, np.where(whole, -A * r, 0.0))
+    close(of_a, np.where(whole, -r, -bound))
+    assert {(x, y) for x, y in zip(whole, A >= 0, strict=True)} == {
+        (x, y) for x in (False, True) for y in (False, True)
+    }
 
 
 @pytest.mark.parametrize("far", [1e3, -1e3, 21.0, -INF])
@@ -188,21 +189,18 @@ def test_inside_the_clip_rounding_does_not_count_as_clipped() -> None:
     assert not ppo_value_loss(v, old, r, clip=0.5).clipped.any()
 
 
-def test_value_gradient_is_the_error_or_zero_where_clipped() -> None:
+def test_value_gradients_are_the_error_of_what_counts() -> None:
+    """The value's own error, or that of the clipped value, which moves with the stored one."""
     v, old, r = rows(4, 5, scale=1.0)
-    loss = ppo_value_loss(v, old, r, clip=0.3)
-    g = jax.grad(lambda v: ppo_value_loss(v, old, r, clip=0.3).per_token.sum())(v)
-    close(g, np.where(loss.clipped, 0, v - r))
-    assert loss.clipped.any() and not loss.clipped.all()
-    check_grads(
-        lambda v, old, r: ppo_value_loss(v, old, r, clip=0.3).per_token,
-        (v, old, r),
-        1,
-        modes=["rev"],
-        atol=1e-2,
-        rtol=1e-2,
-        eps=1e-3,
-    )
+    total = lambda *xs: ppo_value_loss(*xs, clip=0.3).per_token.sum()  # noqa: E731
+    of_v, of_old, of_r = jax.grad(total, argnums=(0, 1, 2))(v, old, r)
+    own, bound = v.astype(float) - r, old + np.clip(v.astype(float) - old, -0.3, 0.3) - r
+    clipped = bound**2 > own**2
+    close(of_v, np.where(clipped, 0, own))
+    close(of_old, np.where(clipped, bound, 0))
+    close(of_r, -np.where(clipped, bound, own))
+    np.testing.assert_array_equal(ppo_value_loss(v, old, r, clip=0.3).clipped, clipped)
+    assert clipped.any() and not clipped.all()
 
 
 @pytest.mark.parametrize("clip", [0.2, None])
@@ -226,101 +224,6 @@ def test_value_loss_keeps_a_valid_nan_visible() -> None:
     z, bad = jnp.zeros(2), jnp.array([NAN, 0.0])
     for args in ((bad, z, z), (z, bad, z), (z, z, bad)):
         np.testing.assert_array_equal(np.isnan(ppo_value_loss(*args).per_token), [True, False])
-
-
-# --- KL ---
-
-
-def test_kl_estimators_by_hand() -> None:
-    # d = ln 2 and −ln 2: k3 = e^−d − 1 + d
-    new, ref = np.log([0.5, 0.25]), np.log([0.25, 0.5])
-    d = np.log(2.0)
-    close(kl_estimate(new, ref), [d, -d])
-    close(kl_estimate(new, ref, kind="k2"), [d * d / 2] * 2)
-    close(kl_estimate(new, ref, kind="abs"), [d, d])
-    close(kl_estimate(new, ref, kind="k3"), [0.5 - 1 + d, 2 - 1 - d])
-
-
-def test_kl_02_which_estimator_has_the_gradient_of_the_kl() -> None:
-    # Policy softmax([a, 0]) = (0.8, 0.2), reference (0.5, 0.5), the expectation in full.
-    a, ref = np.log(4.0), np.log(0.5)
-    p = np.array([0.8, 0.2])
-
-    def gradient(kind: Any) -> float:
-        def token(a: jax.Array) -> jax.Array:
-            new = jax.nn.log_softmax(jnp.array([a, 0.0]))
-            return kl_estimate(new, jnp.full(2, ref), kind=kind)
-
-        return float(p @ jax.jacobian(token)(a))
-
-    value = lambda kind: float(p @ kl_estimate(np.log(p), np.full(2, ref), kind=kind))  # noqa: E731
-    close(value("k1"), 0.192745)
-    close(value("k3"), 0.192745)
-    close(gradient("k2"), 0.221807)
-    close(gradient("k1"), 0.0)
-    close(gradient("k3"), 0.3)
-
-
-def test_kl_01_descending_k2_brings_the_policy_to_the_reference() -> None:
-    ref = jnp.array([0.2, 0.5, 0.3])
-
-    def kl(x: jax.Array) -> jax.Array:
-        return jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - jnp.log(ref)))
-
-    def sampled(x: jax.Array) -> jax.Array:
-        p = jax.lax.stop_gradient(jax.nn.softmax(x))
-        return jnp.sum(p * kl_estimate(jax.nn.log_softmax(x), jnp.log(ref), kind="k2"))
-
-    x = jnp.array([2.0, -1.0, 0.5])
-    close(jax.grad(sampled)(x), jax.grad(kl)(x))
-    for _ in range(5):
-        before, x = kl(x), x - 0.1 * jax.grad(sampled)(x)
-        assert kl(x) < before
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("pad", [NAN, -1e10, INF, -INF])
-def test_kl_04_masked_sentinels_reach_neither_value_nor_gradient(kind: Any, pad: float) -> None:
-    f = lambda new, ref: kl_estimate(new, ref, kind=kind, mask=jnp.array([1, 0])).sum()  # noqa: E731
-    new = ref = jnp.array([-1.0, pad])
-    value, grads = jax.value_and_grad(f, argnums=(0, 1))(new, ref)
-    assert value == 0
-    for g in grads:
-        assert np.isfinite(g[0]) and g[1] == 0
-
-
-@given(seed=st.integers(0, 999))
-def test_kl_estimators_agree_with_the_formulas(seed: int) -> None:
-    new, ref, _ = rows(2, 6, seed=seed, scale=2)
-    d = new.astype(float) - ref
-    expected = {"k1": d, "k2": d * d / 2, "abs": abs(d), "k3": np.exp(-d) - 1 + d}
-    for kind in KINDS:
-        close(jit_kl(new, ref, kind=kind), expected[kind], rtol=3e-6, atol=2e-6)
-
-
-jit_kl = jax.jit(kl_estimate, static_argnames="kind")
-
-
-def test_k3_is_precise_near_zero_and_bounded_far_out() -> None:
-    close(kl_estimate([1e-3], [0.0], kind="k3"), [4.998334e-07], rtol=1e-3, atol=0)
-    far = kl_estimate([-100.0, 100.0], [0.0, 0.0], kind="k3")
-    close(far, [np.exp(20.0) - 1 - 100, np.exp(-20.0) - 1 + 100], rtol=1e-6)
-    g = jax.grad(lambda x: kl_estimate(x, jnp.zeros(2), kind="k3").sum())(
-        jnp.array([-100.0, 100.0])
-    )
-    close(g, [1, 1])
-
-
-def test_k1_is_not_clamped() -> None:
-    close(kl_estimate([100.0], [0.0]), [100.0])
-    close(kl_estimate([100.0], [0.0], kind="k2"), [5000.0])
-    close(kl_estimate([-100.0], [0.0], kind="abs"), [100.0])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_kl_gradients_are_those_of_finite_differences(kind: Any) -> None:
-    new, ref, _ = rows(2, 4)
-    check_grads(partial(kl_estimate, kind=kind), (new, ref), 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
 # --- explained variance ---

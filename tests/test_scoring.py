@@ -1,119 +1,24 @@
-"""The real worker process: what functions return, how they fail, hang, crash and end."""
+"""Scores: what reward functions may return, how it is added up, and what is found at the start."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
-import textwrap
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxrl.config import RewardConfig, RewardFunctionConfig
 from jaxrl.errors import RewardError
-from jaxrl.reward_process import RewardProcess
-from jaxrl.scoring import Scorer, Scores, total_scores
+from jaxrl.scoring import Scores, total_scores
 from jaxrl.types import Prompt, Trajectory
-
-FUNCTIONS = """
-import math, os, signal, subprocess, sys, time
-import numpy as np
-
-def length(*, completions, **_): return [len(text) for text in completions]
-def column(*, prompts, completion_ids, gain, **_):
-    rows = zip(prompts, completion_ids, gain)
-    return [len(p) + 10 * len(ids) + 100 * (g or 0) for p, ids, g in rows]
-def kinds(**_): return [1, True, np.float32(.5), np.array(2)]
-def array(*, completions, **_): return np.arange(len(completions), dtype=np.int32)
-def text(*, completions, **_): return [1.0] * (len(completions) - 1) + ["1"]
-def one(**_): return [1.0]
-def three(**_): return [1.0] * 3
-def five(**_): return [1.0] * 5
-def scalar(**_): return 1.0
-def mapping(**_): return {0: 1., 1: 1., 2: 1., 3: 1.}
-def string(**_): return "1111"
-def nothing(**_): return None
-def short(*, completion_ids, **_):
-    return [0.0] + [[1.0] * (len(ids) - 1) for ids in completion_ids[1:]]
-def table(*, completions, **_): return np.zeros((len(completions), 1, 1))
-def text_token(**_): return [[1.0, "x"]]
-def steps(*, completion_ids, **_):
-    return [0.5 if len(ids) == 1 else [float(t) for t in range(len(ids))] for ids in completion_ids]
-def array_steps(*, completion_ids, **_):
-    return [np.arange(len(ids), dtype=np.float32) for ids in completion_ids]
-def gaps(*, completion_ids, **_): return [[1.0, None], [1.0, math.inf], 3.0, [1.0, 2.0]]
-def huge_steps(*, completion_ids, **_): return [[1e38] * len(ids) for ids in completion_ids]
-def eater(*, completion_ids, **_):
-    result = [len(ids) for ids in completion_ids]
-    for ids in completion_ids: ids.clear()
-    return result
-def bad(*, completions, **_): return [1.0, None, math.nan, math.inf][:len(completions)]
-def huge(*, completions, **_): return [1e300] * len(completions)
-def raiser(*, completions, **_):
-    for text in completions:
-        if text == "ccc": raise ValueError("no c please")
-    return [0.0] * len(completions)
-def leaver(**_): sys.exit(3)
-def alarm(*, completions, **_):
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.alarm(2)
-    signal.alarm(0)
-    return [1.0] * len(completions)
-def sleeper(*, completions, **_):
-    if completions[0] == "sleep":
-        child = subprocess.Popen(["sleep", "60"])
-        open(os.environ["SCORING_TEST_FILE"], "w").write(str(child.pid))
-        time.sleep(60)
-    return [1.0] * len(completions)
-def waiter(**_):
-    with open(os.environ["SCORING_TEST_FILE"], "w") as file: file.write(str(os.getpid()))
-    time.sleep(60)
-def crasher(*, completions, **_):
-    if completions[0] == "crash": os._exit(7)
-    return [1.0] * len(completions)
-def process(*, completions, **_):
-    modules = ("jax" in sys.modules) + 2 * ("jaxrl" in sys.modules)
-    return [os.getpid(), modules, os.environ["JAX_PLATFORMS"] == "cpu"][:len(completions)]
-def mutator(*, completions, **_):
-    result = [float(len(t)) for t in completions]
-    completions.clear()
-    return result
-not_callable = 3
-"""
+from tests.scored_functions import reward_modules, run, scorer
 
 
 @pytest.fixture(scope="module", autouse=True)
 def functions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("rewards")
-    (folder / "my_rewards.py").write_text(FUNCTIONS)
-    (folder / "broken_rewards.py").write_text("import no_such_package\n")
-    sys.path.insert(0, str(folder))
-    yield
-    sys.path.remove(str(folder))
-
-
-def scorer(
-    *names: str, timeout_s: float = 20.0, on_invalid: str = "error", **weights: float
-) -> Scorer:
-    functions = [
-        RewardFunctionConfig(fn=n if ":" in n else f"my_rewards:{n}", weight=weights.get(n, 1.0))
-        for n in names
-    ]
-    return Scorer(RewardConfig(functions, timeout_s=timeout_s, on_invalid=on_invalid))  # type: ignore[arg-type]
-
-
-def run(scorer: Scorer, *completions: str, columns: dict[str, object] | None = None) -> Scores:
-    prompts = [
-        Prompt(row=10 + i, ids=(1,), text="p" * (i + 1), columns=columns or {})
-        for i in range(len(completions))
-    ]
-    return scorer.score(prompts, completions, [[7] * len(text) for text in completions])
+    with reward_modules(tmp_path_factory.mktemp("rewards")):
+        yield
 
 
 def test_scores_are_weighted_sums_in_float32() -> None:
@@ -284,87 +189,6 @@ def test_a_score_beyond_float32_is_invalid() -> None:
         run(s, "a")
 
 
-def test_an_exception_shows_traceback_function_and_prompt_and_is_no_score() -> None:
-    with scorer("raiser") as s:
-        with pytest.raises(RewardError) as caught:
-            run(s, "a", "bb", "ccc", "d")
-        message = str(caught.value)
-        assert "my_rewards:raiser" in message and "ValueError: no c please" in message
-        assert "in raiser" in message and "reward_worker" not in message
-        assert "completion 2, row 12, prompt 'ppp'" in message
-        assert run(s, "a").values == [0.0]  # the worker goes on
-
-
-def test_leaving_is_an_exception_too() -> None:
-    with scorer("leaver") as s, pytest.raises(RewardError, match="SystemExit: 3"):
-        run(s, "a")
-
-
-def test_functions_may_use_signal_alarm() -> None:
-    with scorer("alarm") as s:
-        assert run(s, "a").values == [1.0]
-
-
-def test_a_hanging_function_is_ended_with_its_children_and_the_next_call_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "pid"
-    monkeypatch.setenv("SCORING_TEST_FILE", str(file))
-    with scorer("sleeper", timeout_s=1.5) as s:
-        began = time.monotonic()
-        with pytest.raises(RewardError, match=r"my_rewards:sleeper took longer than 1.5 s"):
-            run(s, "sleep")
-        assert time.monotonic() - began < 10
-        _wait_until_gone(int(file.read_text()))
-        assert run(s, "a").values == [1.0]
-
-
-def test_a_crashing_worker_is_reported_and_replaced() -> None:
-    with scorer("crasher") as s:
-        with pytest.raises(RewardError, match="died with exit code 7 in my_rewards:crasher"):
-            run(s, "crash")
-        assert run(s, "a").values == [1.0]
-
-
-@pytest.mark.parametrize("seen", [True, False], ids=["seen", "not yet seen"])
-def test_a_worker_killed_between_calls_is_replaced(
-    seen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with scorer("process") as s:
-        pid = int(run(s, "a").values[0])
-        os.kill(pid, signal.SIGKILL)
-        _wait_until_gone(pid)
-        if not seen:  # a process whose threads are still ending counts as running
-            states = iter([True])
-            alive = RewardProcess.alive
-            monkeypatch.setattr(
-                RewardProcess, "alive", lambda worker: next(states, None) or alive(worker)
-            )
-        assert int(run(s, "a").values[0]) != pid
-
-
-def test_the_worker_is_one_other_process_without_jax_and_without_the_accelerator() -> None:
-    with scorer("process", "jaxrl.reward_functions:exact_match", process=1.0) as s:
-        first, second = (
-            run(s, "a", "b", "c", columns={"answer": "x"}).per_function["my_rewards:process"]
-            for _ in range(2)
-        )
-    assert first[0] == second[0] != os.getpid()
-    assert first[1] == 0 and first[2] == 1
-
-
-def test_built_in_functions_work_by_name() -> None:
-    with scorer("jaxrl.reward_functions:last_number") as s:
-        scores = run(s, "it is 12.", "13", columns={"answer": 12})
-    np.testing.assert_array_equal(scores.values, [1, 0])
-
-
-def test_a_function_cannot_change_what_the_next_one_sees() -> None:
-    with scorer("mutator", "eater", "steps", "length") as s:
-        scores = run(s, "a", "bb")
-    np.testing.assert_array_equal(scores.values, [3.5, 6])
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -420,71 +244,8 @@ def test_without_any_source_every_score_is_a_valid_zero() -> None:
     assert scores.per_function == {} and scores.tokens == ()
 
 
-def test_several_threads_may_score_at_once() -> None:
-    texts = [tuple("x" * (i + j) for j in range(1, 4)) for i in range(8)]
-    with scorer("length", "steps") as s, ThreadPoolExecutor(4) as threads:
-        for given, scores in zip(texts, threads.map(lambda t: run(s, *t), texts), strict=True):
-            expected = [len(text) + (0.5 if len(text) == 1 else 0.0) for text in given]
-            assert scores.values.tolist() == expected
-
-
-def test_closing_ends_a_score_of_another_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "pid"
-    monkeypatch.setenv("SCORING_TEST_FILE", str(file))
-    with ThreadPoolExecutor(1) as threads:
-        s = scorer("waiter", timeout_s=50.0)
-        asked = threads.submit(run, s, "a")
-        while not (file.exists() and file.read_text()):
-            time.sleep(0.05)
-        began = time.monotonic()
-        s.close()
-        with pytest.raises(RewardError, match="died"):
-            asked.result()
-        assert time.monotonic() - began < 10
-
-
 def test_no_completions_give_no_scores() -> None:
     with scorer("one") as s:
         scores = run(s)
     assert scores.values.shape == scores.valid.shape == (0,)
     assert scores.per_function["my_rewards:one"].shape == (0,)
-
-
-def test_the_worker_ends_with_a_parent_that_is_killed_even_in_a_call(tmp_path: Path) -> None:
-    program = textwrap.dedent(
-        """
-        import os, signal, threading, time
-        from pathlib import Path
-        from jaxrl.config import RewardConfig, RewardFunctionConfig
-        from jaxrl.scoring import Scorer
-        from jaxrl.types import Prompt
-        def die_in_the_call():
-            while not (file.exists() and file.read_text()):
-                time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGKILL)
-        file = Path(os.environ["SCORING_TEST_FILE"])
-        threading.Thread(target=die_in_the_call, daemon=True).start()
-        functions = [RewardFunctionConfig(fn="my_rewards:waiter")]
-        scorer = Scorer(RewardConfig(functions, timeout_s=50.0))
-        scorer.score([Prompt(row=0, ids=(1,), text="p", columns={})], ["a"], [[1]])
-        """
-    )
-    file = tmp_path / "pid"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "SCORING_TEST_FILE": str(file)}
-    done = subprocess.run([sys.executable, "-c", program], env=env)
-    assert done.returncode == -signal.SIGKILL
-    _wait_until_gone(int(file.read_text()))
-
-
-def _wait_until_gone(pid: int) -> None:
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return  # dead, its parent has not asked yet
-        except (ProcessLookupError, FileNotFoundError):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"process {pid} is still there")

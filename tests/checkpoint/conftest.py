@@ -1,11 +1,13 @@
-"""The tiny models, saved once a session."""
+"""The tiny models, saved once a session, and a store of checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from jaxrl.checkpoint.state import CheckpointStore
 from tests.checkpoint.families import Folder, make_model
 
 
@@ -21,3 +23,11 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
         return made[family]
 
     return folder
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[CheckpointStore]:
+    """An empty store that keeps two."""
+    made = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    yield made
+    made.close()

@@ -1,4 +1,4 @@
-"""The tiny model and one server that runs it, once a session."""
+"""The tiny model and one server that runs it, once a session; snapshots of weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from jaxrl.checkpoint.hf import load_params
+from jaxrl.models import ModelConfig
+from jaxrl.rollout.sglang.weights import Snapshot, disk_snapshot, tensor_snapshot
 from tests.rollout.sglang.models import CONFIG, make_model, make_params
+from tests.rollout.sglang.publishing import BUCKET, Snap, numbers
 from tests.rollout.sglang.servers import RunningServer, start_server
 
 
@@ -45,3 +48,43 @@ def other_params() -> Any:
 def server_url(server: RunningServer) -> str:
     """Where the shared server is; nothing about it is restored."""
     return server.url
+
+
+@pytest.fixture
+def snap(tiny_model: Path, tmp_path: Path) -> Iterator[Snap]:
+    """Makes snapshots, and discards them afterwards."""
+    made: list[Snapshot] = []
+
+    def make(
+        way: str,
+        params: Any,
+        *,
+        dtype: str = "float32",
+        config: ModelConfig = CONFIG,
+        bucket_bytes: int = BUCKET,
+    ) -> Snapshot:
+        version = next(numbers)
+        shared: dict[str, Any] = {"dtype": dtype, "version": version, "tag": f"test-{version}"}
+        if way == "tensor":
+            snapshot = tensor_snapshot(params, config, bucket_bytes=bucket_bytes, **shared)
+        else:
+            source = tiny_model if config == CONFIG else None
+            snapshot = disk_snapshot(params, config, source=source, root=tmp_path, **shared)
+        made.append(snapshot)
+        return snapshot
+
+    yield make
+    for snapshot in made:
+        snapshot.discard()
+
+
+@pytest.fixture(scope="module")
+def old() -> Any:
+    """Weights to publish first."""
+    return make_params(seed=10)
+
+
+@pytest.fixture(scope="module")
+def new() -> Any:
+    """Weights to publish then."""
+    return make_params(seed=11)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import itertools
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,127 +18,39 @@ from safetensors.numpy import load_file
 from jaxrl.checkpoint.hf_export import export_hf
 from jaxrl.errors import ConversionError, RolloutError
 from jaxrl.http_client import Refused, ServerClient
-from jaxrl.models import Model, ModelConfig
+from jaxrl.models import Model
 from jaxrl.rollout.sglang.weights import (
     Probe,
-    Snapshot,
     confirm,
     disk_snapshot,
-    pause,
-    resume,
     tensor_snapshot,
 )
 from tests.rollout.sglang.asking import own_logprobs
-from tests.rollout.sglang.faulty import Alter, Answer, CutBefore, Delay, FaultyProxy, Hang
+from tests.rollout.sglang.faulty import Alter, Answer, FaultyProxy
 from tests.rollout.sglang.models import CONFIG, make_params
+from tests.rollout.sglang.publishing import (
+    IDS,
+    UPDATE,
+    WAYS,
+    Snap,
+    check_runs,
+    generate,
+    talk,
+    update,
+    version,
+)
 from tests.rollout.sglang.servers import RunningServer, start_server
 from tests.rollout.sglang.unpickled import tensors_in
 
 TIED = dataclasses.replace(CONFIG, tie_word_embeddings=True)
-IDS = tuple((37 * i) % 500 + 3 for i in range(40))
-BUCKET = 50_000
-UPDATE = "/update_weights_from_tensor"
+
+
 VALUE_HEAD = {"value_head": {"kernel": np.ones((64, 1), np.float32), "bias": np.zeros(1)}}
-WAYS = ["disk", "tensor"]
-Snap = Callable[..., Snapshot]
-"""snap(way, params, dtype=, config=): a snapshot with a tag of its own."""
-
-_numbers = itertools.count(1)
-
-
-@pytest.fixture
-def snap(tiny_model: Path, tmp_path: Path) -> Iterator[Snap]:
-    made: list[Snapshot] = []
-
-    def make(
-        way: str,
-        params: Any,
-        *,
-        dtype: str = "float32",
-        config: ModelConfig = CONFIG,
-        bucket_bytes: int = BUCKET,
-    ) -> Snapshot:
-        version = next(_numbers)
-        shared: dict[str, Any] = {"dtype": dtype, "version": version, "tag": f"test-{version}"}
-        if way == "tensor":
-            snapshot = tensor_snapshot(params, config, bucket_bytes=bucket_bytes, **shared)
-        else:
-            source = tiny_model if config == CONFIG else None
-            snapshot = disk_snapshot(params, config, source=source, root=tmp_path, **shared)
-        made.append(snapshot)
-        return snapshot
-
-    yield make
-    for snapshot in made:
-        snapshot.discard()
-
-
-@pytest.fixture(scope="module")
-def old() -> Any:
-    return make_params(seed=10)
-
-
-@pytest.fixture(scope="module")
-def new() -> Any:
-    return make_params(seed=11)
-
-
-def talk(url: str, work: Callable[[ServerClient], Awaitable[Any]]) -> Any:
-    """Run `work` with a client in an event loop that ends with it."""
-
-    async def run() -> Any:
-        client = ServerClient(url, connections=8, timeout_s=60.0)
-        try:
-            return await work(client)
-        finally:
-            await client.close()
-
-    return asyncio.run(run())
-
-
-async def update(client: ServerClient, snapshot: Snapshot) -> dict[str, Exception]:
-    """As the publisher does it, up to the confirmation."""
-    await pause(client)
-    try:
-        return await snapshot.send([client])
-    finally:
-        await resume(client)
-
-
-async def version(client: ServerClient) -> str:
-    return (await client.get("/model_info"))["weight_version"]
-
-
-async def generate(client: ServerClient, ids: Sequence[int], new_tokens: int, **more: Any) -> Any:
-    """Greedy."""
-    sampling = {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
-    body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True}
-    return await client.post("/generate", body | more)
 
 
 def rounded(params: Any, dtype: str) -> Any:
     kind = {"float32": np.float32, "bfloat16": jax.numpy.bfloat16}[dtype]
     return jax.tree.map(lambda leaf: np.asarray(leaf).astype(kind).astype(np.float32), params)
-
-
-async def check_runs(
-    client: ServerClient, params: Any, tag: str, config: ModelConfig = CONFIG
-) -> None:
-    """Prompt and completion are scored as jaxrl does, under the right name.
-
-    The prompt of the completion may come from the prefix cache, that of the scoring does not.
-    """
-    reply = await generate(client, IDS, 12)
-    meta = reply["meta_info"]
-    whole = [*IDS, *reply["output_ids"]]
-    got = [entry[0] for entry in meta["output_token_logprobs"]]
-    np.testing.assert_allclose(
-        got, own_logprobs(params, whole, config=config)[-12:], atol=1e-4, rtol=0
-    )
-    assert meta["weight_version"] == tag == await version(client)
-    reply = await generate(client, whole, 0, logprob_start_len=0)
-    got = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
-    np.testing.assert_allclose(got, own_logprobs(params, whole, config=config), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -340,202 +250,6 @@ def test_the_value_head_never_leaves(server_url: str, snap: Snap, tmp_path: Path
     assert sorted(sent) == sorted(written)
     for name in sent:
         assert "value" not in name and name.split(".")[0] in ("model", "lm_head")
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_requests_under_way_go_on_with_the_new_weights(
-    way: str, server_url: str, snap: Snap, old: Any, new: Any
-):
-    before, after = snap(way, old), snap(way, new)
-
-    async def work(client: ServerClient) -> Any:
-        assert await update(client, before) == {}
-        under_way = asyncio.create_task(generate(client, IDS, 400))
-        await running(client)
-        assert await update(client, after) == {}
-        return await under_way
-
-    reply = talk(server_url, work)
-    meta, ids = reply["meta_info"], reply["output_ids"]
-    assert meta["finish_reason"]["type"] == "length" and len(ids) == 400
-    spans = meta["weight_versions"]
-    assert [span["version"] for span in spans] == [before.tag, after.tag]
-    cut = spans[1]["start"]
-    assert 0 < cut < 400
-    got = np.asarray([entry[0] for entry in meta["output_token_logprobs"]])
-    whole = [*IDS, *ids]
-    np.testing.assert_allclose(got[:cut], own_logprobs(old, whole)[-400:][:cut], atol=1e-4, rtol=0)
-    np.testing.assert_allclose(got[cut:], own_logprobs(new, whole)[-400:][cut:], atol=1e-4, rtol=0)
-
-
-async def running(client: ServerClient) -> None:
-    """Wait until a request has got its first tokens."""
-    while not (await client.get("/v1/loads"))["loads"][0]["num_running_reqs"]:
-        await asyncio.sleep(0.02)
-    await asyncio.sleep(0.3)
-
-
-async def paused_within(client: ServerClient) -> asyncio.Task[Any]:
-    """A request that the server holds half done. On a busy machine it may be quicker than we."""
-    for _ in range(20):
-        under_way = asyncio.create_task(generate(client, IDS, 300))
-        await running(client)
-        await client.post("/pause_generation", {"mode": "in_place"})
-        await asyncio.sleep(0.2)
-        if not under_way.done():
-            return under_way
-        await resume(client)
-    raise AssertionError("every request was over before the server paused")
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_update_whose_cache_is_in_use_ends_with_a_flushed_one(
-    way: str, server_url: str, snap: Snap, old: Any, new: Any
-):
-    """Paused in place, a request keeps its entries: updated, but not flushed and not renamed."""
-    before, after = snap("disk", old), snap(way, new)
-    with FaultyProxy(server_url) as proxy:
-
-        async def work(client: ServerClient) -> None:
-            assert await update(client, before) == {}
-            under_way = await paused_within(client)
-            sending = asyncio.create_task(after.send([client]))
-            while proxy.count("/flush_cache") < 3:
-                assert not sending.done()
-                await asyncio.sleep(0.02)
-            assert await version(client) == before.tag
-            await resume(client)
-            await under_way
-            assert await sending == {}
-            await check_runs(client, new, after.tag)
-
-        talk(proxy.url, work)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_cache_that_stays_in_use_is_a_failure(
-    way: str, server_url: str, snap: Snap, new: Any, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("jaxrl.rollout.sglang.session._FLUSH_S", 0.5)
-    snapshot = snap(way, new)
-
-    async def work(client: ServerClient) -> None:
-        under_way = await paused_within(client)
-        try:
-            failed = await snapshot.send([client])
-        finally:
-            await resume(client)
-        await under_way
-        assert "its cache of older ones was in use for 0.5 s" in str(failed[server_url])
-        assert await version(client) != snapshot.tag
-        assert await update(client, snapshot) == {}
-        await check_runs(client, new, snapshot.tag)
-
-    talk(server_url, work)
-
-
-@pytest.mark.parametrize("fault", [CutBefore(), Answer(500, "Internal Server Error")])
-def test_half_an_update_does_not_get_its_name_and_a_full_one_repairs_it(
-    fault: Any, server_url: str, snap: Snap, old: Any, new: Any
-):
-    before, after = snap("tensor", old), snap("tensor", new)
-    with FaultyProxy(server_url) as proxy:
-
-        async def work(client: ServerClient) -> None:
-            assert await update(client, before) == {}
-            asked = proxy.count(UPDATE)
-            proxy.order(UPDATE, Delay(0.0))
-            proxy.order(UPDATE, fault)
-            failed = await update(client, after)
-            assert UPDATE in str(failed[proxy.url])
-            assert proxy.count(UPDATE) == asked + 2  # a server that failed gets no more of it
-            assert proxy.count("/end_weight_update") == 2
-            assert await version(client) == before.tag
-            with pytest.raises(RolloutError, match="runs weights"):
-                await confirm(client, after, None)
-            # It is neither the one nor the other.
-            with pytest.raises(RolloutError, match="probe prompt differ"):
-                await confirm(client, before, Probe(IDS, own_logprobs(old, IDS), 1e-3))
-            assert await update(client, after) == {}
-            await check_runs(client, new, after.tag)
-
-        talk(proxy.url, work)
-
-
-def test_one_server_that_fails_does_not_keep_the_others_from_the_weights(
-    server_url: str, snap: Snap, old: Any, new: Any
-):
-    for way in WAYS:
-        snapshot = snap(way, new if way == "disk" else old)
-        with FaultyProxy(server_url) as proxy:
-            proxy.down = True
-
-            async def work(
-                client: ServerClient, url: str = proxy.url, s: Snapshot = snapshot
-            ) -> Any:
-                broken = ServerClient(url, connections=1, timeout_s=5.0)
-                await pause(client)
-                try:
-                    return await s.send([broken, client])
-                finally:
-                    await resume(client)
-                    await broken.close()
-
-            failed = talk(server_url, work)
-            assert list(failed) == [proxy.url]
-        params = new if way == "disk" else old
-        talk(server_url, lambda c, p=params, s=snapshot: check_runs(c, p, s.tag))
-
-
-def test_a_session_that_was_not_ended_is_reported_and_ended_by_the_next(
-    server_url: str, snap: Snap, old: Any, new: Any
-):
-    first, second = snap("tensor", old), snap("tensor", new)
-    with FaultyProxy(server_url) as proxy:
-
-        async def work(client: ServerClient) -> None:
-            proxy.order("/end_weight_update", Answer(500, "Internal Server Error"))
-            failed = await update(client, first)
-            assert "/end_weight_update: 500" in str(failed[proxy.url])
-            assert await update(client, second) == {}
-            # "already open", end, begin; then its own end
-            assert proxy.count("/begin_weight_update") == 3
-            assert proxy.count("/end_weight_update") == 3
-            await check_runs(client, new, second.tag)
-
-        talk(proxy.url, work)
-
-
-def test_a_server_that_does_not_begin_gets_no_weights(server_url: str, snap: Snap, old: Any):
-    with FaultyProxy(server_url) as proxy:
-        proxy.order("/begin_weight_update", Answer(400, {"success": False, "message": "not now"}))
-        failed = talk(proxy.url, lambda client: update(client, snap("tensor", old)))
-        assert "not now" in str(failed[proxy.url])
-        assert proxy.count(UPDATE) == proxy.count("/end_weight_update") == 0
-
-
-def test_a_cancelled_update_ends_its_session(server_url: str, snap: Snap, old: Any, new: Any):
-    before, after = snap("tensor", old), snap("tensor", new)
-    with FaultyProxy(server_url) as proxy:
-
-        async def work(client: ServerClient) -> None:
-            assert await update(client, before) == {}
-            asked = proxy.count(UPDATE)
-            proxy.order(UPDATE, Delay(0.0))
-            proxy.order(UPDATE, Hang())
-            sending = asyncio.create_task(update(client, after))
-            while proxy.count(UPDATE) < asked + 2:
-                await asyncio.sleep(0.02)
-            sending.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await sending
-            assert proxy.count("/end_weight_update") == 2
-            assert await version(client) == before.tag
-            assert await update(client, after) == {}
-            assert proxy.count("/begin_weight_update") == 3
-            await check_runs(client, new, after.tag)
-
-        talk(proxy.url, work)
 
 
 def test_older_servers_have_no_sessions(server_url: str, snap: Snap, new: Any):
