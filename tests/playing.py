@@ -64,11 +64,11 @@ async def counts(
     return {"role": "tool", "content": say}, float(turn), turn == turns
 
 
-async def vowels(
+async def odd(
     *, messages: list[dict[str, str]], text: str, **_: Any
 ) -> tuple[dict[str, str], float, bool]:
-    """A turn is worth its share of vowels; one that begins with a letter is the last."""
-    reward = sum(c in "aeiou" for c in text) / (len(text) + 1)
+    """A turn is worth its share of odd characters; one that begins with a letter is the last."""
+    reward = sum(ord(c) % 2 for c in text) / (len(text) + 1)
     return {"role": "tool", "content": "and"}, reward, text[:1].isalpha()
 
 

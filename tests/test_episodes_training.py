@@ -38,7 +38,7 @@ def configure(model: Path, run_dir: Path, *overrides: str) -> Config:
         "data.eval.params={split: test, size: 3, length: 6}",
         "data.max_prompt_tokens=24",
         "reward.functions=[]",
-        "rollout.env=playing:vowels",
+        "rollout.env=playing:odd",
         "rollout.max_turns=2",
         "rollout.max_turn_tokens=8",
         "rollout.max_new_tokens=48",
