@@ -2,8 +2,8 @@
 
 The value head is float32 and starts at exactly zero, so every first value is 0, unless the head of
 a reward model or of an earlier critic is kept (`critic.keep_head`): then the first value of a state
-is what that model would give to the text up to there. The head's parameters, and an own
-trunk, are a tree separate from the policy's everywhere.
+is what that model would give to the text up to there. The head's parameters, and an own trunk, are
+a tree separate from the policy's everywhere.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _IMPORT_S = 300.0
 
 
 class _WorkerDiedError(RewardError):
-    """The worker ended before it answered."""
+    """The worker ended by itself before it answered."""
 
 
 class FunctionRewards:
@@ -132,8 +132,8 @@ class FunctionRewards:
                 "or raise reward.timeout_s"
             ) from None
         except (EOFError, OSError):
+            by_itself = self._worker is worker  # else `close` of another thread has ended it
             code = worker.exit_code()
             self.close()
-            raise _WorkerDiedError(
-                f"reward function worker died with exit code {code} in {what}"
-            ) from None
+            kind = _WorkerDiedError if by_itself else RewardError
+            raise kind(f"reward function worker died with exit code {code} in {what}") from None

@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxrl.errors import RewardError
+from jaxrl.function_rewards import FunctionRewards
 from jaxrl.reward_process import RewardProcess
 from tests.scored_functions import reward_modules, run, scorer
 
@@ -113,6 +115,27 @@ def test_several_threads_may_score_at_once() -> None:
         for given, scores in zip(texts, threads.map(lambda t: run(s, *t), texts), strict=True):
             expected = [len(text) + (0.5 if len(text) == 1 else 0.0) for text in given]
             assert scores.values.tolist() == expected
+
+
+def test_closing_while_a_batch_is_handed_over_starts_no_other_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a thread that closes at that moment: unlike a death, it is no reason to begin again."""
+    with scorer("process") as s:
+        run(s, "a")
+        (functions,) = s._sources
+        assert isinstance(functions, FunctionRewards)
+        ask, asked = RewardProcess.ask, []
+
+        def closed_meanwhile(worker: RewardProcess, request: Any, seconds: float) -> Any:
+            asked.append(request[0])
+            functions.close()
+            return ask(worker, request, seconds)
+
+        monkeypatch.setattr(RewardProcess, "ask", closed_meanwhile)
+        with pytest.raises(RewardError, match="died"):
+            run(s, "a")
+        assert asked == ["batch"] and functions._worker is None
 
 
 def test_closing_ends_a_score_of_another_thread(
