@@ -8,7 +8,6 @@ weights table before it is sent. It takes the new version's name only with the l
 from __future__ import annotations
 
 import asyncio
-import gc
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -231,10 +230,7 @@ class _TensorSnapshot:
     ) -> dict[str, Exception]:
         """Make a bucket and send it to all at once; it is gone when this returns."""
         bucket = await asyncio.to_thread(self._pack, tensors)
-        failed = await failures(servers, lambda server: sessions[server.url].load(bucket, last))
-        # httpx leaves requests, and so their bodies, in cycles that might be found much later.
-        gc.collect()
-        return failed
+        return await failures(servers, lambda server: sessions[server.url].load(bucket, last))
 
     def _pack(self, tensors: list[TensorSource]) -> str:
         try:
