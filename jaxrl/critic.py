@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl.config import CriticConfig
-from jaxrl.logprobs import TiedHead
+from jaxrl.logprobs import HeadSplit, PlacedHead, TiedHead
 from jaxrl.models import Model, value_head_apply, value_head_init
 from jaxrl.steps import Forward, predicting_hidden, row_inputs
 from jaxrl.types import PackedBatch
@@ -31,11 +31,14 @@ def make_forward(model: Model, critic: CriticConfig | None) -> Forward:
     V(state before token t) is read where token t is predicted: at the position before it. Values
     are never divided by the sampling temperature.
     """
+    mesh = model.mesh
+    split = None if mesh is None or mesh.size == 1 else HeadSplit(mesh)
 
-    def head(params: Any) -> jax.Array | TiedHead:
+    def head(params: Any) -> PlacedHead:
         # A tied head is read as it lies: its transpose would be a copy of the embedding a pass.
         tied = model.config.tie_word_embeddings
-        return TiedHead(params["embed"]["weight"]) if tied else model.head(params)
+        kernel = TiedHead(params["embed"]["weight"]) if tied else model.head(params)
+        return PlacedHead(kernel, jnp.dtype(model.dtype), split)
 
     if critic is None:
         return Forward(model.hidden, head, None)

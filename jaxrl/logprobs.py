@@ -17,14 +17,15 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float32
 
 from jaxrl.head_inputs import HeadInputs, TiedHead, prepare
+from jaxrl.head_split import HeadSplit, PlacedHead
 from jaxrl.vocab_blocks import block_plan, blocked_logprobs
 
-__all__ = ["TiedHead", "token_logprobs", "token_logprobs_and_entropy"]
+__all__ = ["HeadSplit", "PlacedHead", "TiedHead", "token_logprobs", "token_logprobs_and_entropy"]
 
 
 def token_logprobs(
     hidden: ArrayLike,
-    head: ArrayLike | TiedHead,
+    head: ArrayLike | TiedHead | PlacedHead,
     targets: ArrayLike,
     *,
     chunk_size: int | None = 1024,
@@ -47,7 +48,8 @@ def token_logprobs(
     Args:
         hidden: final hidden states at the positions that predict the targets, [..., T, D].
         head: output projection [D, V], any float dtype.  Where the weights are tied,
-            `embedding.T` or, without a copy, `TiedHead(embedding)`.
+            `embedding.T` or, without a copy, `TiedHead(embedding)`. `PlacedHead` says in which
+            dtype it is multiplied and how a mesh splits it.
         targets: token ids [..., T], any integer dtype.
         chunk_size: positions a chunk, counted along T, all rows together; None evaluates one
             piece of dense logits with plain autodiff (same numbers, [tokens, V] memory).
@@ -79,7 +81,7 @@ def token_logprobs(
 
 def token_logprobs_and_entropy(
     hidden: ArrayLike,
-    head: ArrayLike | TiedHead,
+    head: ArrayLike | TiedHead | PlacedHead,
     targets: ArrayLike,
     *,
     chunk_size: int | None = 1024,
@@ -142,15 +144,19 @@ def _evaluate(
         )
     if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
         raise ValueError(f"softcap is {softcap!r}; expected a number > 0, or None for no cap")
-    inputs = prepare(hidden, head, targets, temperature=temperature, bias=bias, mask=mask)
+    placed = head if isinstance(head, PlacedHead) else PlacedHead(head)
+    inputs = prepare(hidden, placed.head, targets, temperature=temperature, bias=bias, mask=mask)
+    if placed.split is not None:
+        placed.split.check(inputs)
     cap = None if softcap is None else float(softcap)
     rows, length = inputs.targets.shape
     if rows * length == 0:
         results = (jnp.zeros((rows, length), jnp.float32),) * 2
     elif chunk_size is None:
-        results = _dense(cap, entropy, inputs)
+        results = _dense(cap, entropy, placed.dtype, inputs)
     else:
         sizes = {"chunk_size": int(chunk_size), "softcap": cap, "entropy": entropy}
+        sizes |= {"dtype": placed.dtype, "split": placed.split}
         results = blocked_logprobs(block_plan(rows, length, inputs.vocab, **sizes), inputs)
     if inputs.mask is not None:
         results = [jnp.where(inputs.mask, x, 0.0) for x in results]
@@ -158,9 +164,13 @@ def _evaluate(
     return logprobs, entropies
 
 
-@partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _dense(softcap: float | None, entropy: bool, inputs: HeadInputs) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _dense(
+    softcap: float | None, entropy: bool, dtype: Any, inputs: HeadInputs
+) -> tuple[jax.Array, jax.Array]:
     """The plain path of chunk_size None: all logits at once, gradients by autodiff."""
+    if dtype is not None:
+        inputs = inputs._replace(head=inputs.like_head(inputs.matrix.astype(dtype)))
     inputs = inputs.chunk(0, inputs.targets.shape[1])
     logp = jax.nn.log_softmax(inputs.over_temperature(inputs.raw_logits(softcap)))
     index = jnp.maximum(inputs.targets, 0)[..., None]

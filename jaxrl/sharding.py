@@ -19,6 +19,7 @@ from jaxrl.errors import ConfigError
 __all__ = [
     "BATCH_AXES",
     "batch_sharding",
+    "constrain",
     "make_mesh",
     "param_sharding",
     "replicated",
@@ -38,6 +39,17 @@ RULES: Mapping[str | None, str | None] = {
     None: None,
 }
 """Logical axis of a parameter to mesh axis."""
+AT_USE: Mapping[str, str | tuple[str, ...]] = {
+    "batch": BATCH_AXES,
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+}
+"""Logical axis of an activation, or of a weight where it is multiplied; what is not here is whole.
+
+A weight is gathered over fsdp where it is used, so that rows, not products, are what fsdp splits.
+"""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -61,6 +73,21 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
             f"{given} does not cover {len(devices)} device(s); the product must be {len(devices)}"
         )
     return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def constrain(mesh: Mesh | None, x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Say how an array lies inside a compiled step; without a mesh, or of one device, nothing.
+
+    An axis that its mesh axes do not divide stays whole.
+    """
+    if mesh is None or mesh.size == 1:
+        return x
+    spec = [AT_USE.get(axis) for axis in axes]
+    sizes = [
+        np.prod([mesh.shape[a] for a in ((s,) if isinstance(s, str) else s or ())]) for s in spec
+    ]
+    spec = [s if n % size == 0 else None for s, n, size in zip(spec, x.shape, sizes, strict=True)]
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def row_multiple(mesh: Mesh) -> int:

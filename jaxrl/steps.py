@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl.logprobs import TiedHead, token_logprobs_and_entropy
+from jaxrl.logprobs import PlacedHead, TiedHead, token_logprobs_and_entropy
 from jaxrl.types import Anchors, PackedBatch
 
 __all__ = [
@@ -53,8 +53,8 @@ class Forward(NamedTuple):
     """What the steps need of a model."""
 
     hidden: HiddenApply
-    head: Callable[[Params], jax.Array | TiedHead]
-    """Policy parameters to the output matrix [D, V]."""
+    head: Callable[[Params], jax.Array | TiedHead | PlacedHead]
+    """Policy parameters to the output matrix [D, V], and how it is used."""
     values: Callable[[Params, jax.Array, PackedBatch], jax.Array] | None
     """(value_params, policy hidden [rows, row_len, D], packed rows) to values [rows, K], float32.
 

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxrl.head_inputs import HeadInputs
+from jaxrl.head_split import HeadSplit
 
 __all__ = ["BlockPlan", "block_plan", "blocked_logprobs"]
 
@@ -37,20 +39,47 @@ class BlockPlan(NamedTuple):
     vocab: int
     softcap: float | None
     entropy: bool
+    dtype: Any = None
+    """Of the products; None: the wider of hidden's and head's."""
+    split: HeadSplit | None = None
+
+    def cast(self, inputs: HeadInputs) -> HeadInputs:
+        """The columns at hand in the dtype of the products."""
+        matrix = inputs.matrix if self.dtype is None else inputs.matrix.astype(self.dtype)
+        return inputs._replace(head=inputs.like_head(matrix))
+
+    def at_use(self, inputs: HeadInputs) -> HeadInputs:
+        """The columns at hand as they are multiplied: cast first, so that less travels."""
+        inputs = self.cast(inputs)
+        return inputs if self.split is None else self.split.gather(inputs)
 
 
 def block_plan(
-    rows: int, length: int, vocab: int, *, chunk_size: int, softcap: float | None, entropy: bool
+    rows: int,
+    length: int,
+    vocab: int,
+    *,
+    chunk_size: int,
+    softcap: float | None,
+    entropy: bool,
+    dtype: Any = None,
+    split: HeadSplit | None = None,
 ) -> BlockPlan:
     """Choose how many positions (of all rows) and how many vocabulary columns make one block.
 
     `chunk_size` is the most positions a chunk may have.  Many or long rows make chunks shorter;
-    rows too many for even that make the vocabulary blocks narrower.
+    rows too many for even that make the vocabulary blocks narrower. With a split these are the
+    rows and columns of one device.
     """
-    side = _SIDE_CPU if jax.default_backend() == "cpu" else _SIDE_ACCELERATOR
+    platform = jax.default_backend()
+    if split is not None:
+        platform = split.mesh.devices.flat[0].platform
+        rows, vocab = rows // split.row_shards, vocab // split.vocab_shards
+    side = _SIDE_CPU if platform == "cpu" else _SIDE_ACCELERATOR
     positions = max(1, min(chunk_size, length, side // rows))
     width = side * side // (rows * positions) // _SMALLEST_WIDTH * _SMALLEST_WIDTH
-    return BlockPlan(positions, min(vocab, max(_SMALLEST_WIDTH, width)), softcap, entropy)
+    width = min(vocab, max(_SMALLEST_WIDTH, width))
+    return BlockPlan(positions, width, softcap, entropy, dtype, split)
 
 
 def _fold(body: Callable[[Any, Any, int], Any], carry: Any, size: int, block: int) -> Any:
@@ -92,11 +121,25 @@ def _absorb(
     return _Running(top, total, moment, jnp.where(here, picked, run.target))
 
 
+def _combined(run: _Running, split: HeadSplit) -> _Running:
+    """The running sums of all devices' columns."""
+    top = split.largest(run.top)
+    shrink = jnp.exp(run.top - top)
+    mine = ~jnp.isnan(run.target)
+    target = split.over_vocab(jnp.where(mine, run.target, 0.0))
+    return _Running(
+        top=top,
+        total=split.over_vocab(run.total * shrink),
+        moment=split.over_vocab((run.moment + run.total * (run.top - top)) * shrink),
+        target=jnp.where(split.over_vocab(mine.astype(jnp.int32)) > 0, target, jnp.nan),
+    )
+
+
 def _forward_chunk(plan: BlockPlan, inputs: HeadInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities, entropies and log-sum-exps [R, C] of one chunk of positions."""
 
     def absorb_block(run: _Running, start: ArrayLike, width: int) -> _Running:
-        part = inputs.block(start, width)
+        part = plan.cast(inputs.block(start, width))
         x = part.over_temperature(part.raw_logits(plan.softcap))
         return _absorb(run, x, inputs.targets, start, plan.entropy)
 
@@ -104,13 +147,27 @@ def _forward_chunk(plan: BlockPlan, inputs: HeadInputs) -> tuple[jax.Array, jax.
     # Finite, not -inf, which would make the empty moment 0 * inf.
     empty = _Running(zero + jnp.finfo(jnp.float32).min, zero, zero, zero + jnp.nan)
     run = _fold(absorb_block, empty, inputs.vocab, plan.vocab)
+    if plan.split is not None:
+        run = _combined(run, plan.split)
     log_total = jnp.log(run.total)
     entropy = jnp.maximum(log_total - run.moment / run.total, 0.0) if plan.entropy else zero
     return (run.target - run.top) - log_total, entropy, run.top + log_total
 
 
 def _forward(plan: BlockPlan, inputs: HeadInputs) -> tuple[jax.Array, ...]:
-    """`_forward_chunk` over all positions: lax.map over the full chunks, then the ragged one."""
+    """`_forward_chunk` over all positions, by each device for its own rows."""
+    split = plan.split
+    if split is None:
+        return _forward_here(plan, inputs)
+
+    def local(inputs: HeadInputs) -> tuple[jax.Array, ...]:
+        return _forward_here(plan, split.own_targets(plan.at_use(inputs)))
+
+    return split.run(local, (split.specs(inputs),), PartitionSpec(split.rows))(inputs)
+
+
+def _forward_here(plan: BlockPlan, inputs: HeadInputs) -> tuple[jax.Array, ...]:
+    """lax.map over the full chunks, then the ragged one."""
     rows, length = inputs.targets.shape
     size, full = plan.positions, length // plan.positions
     stacked = lax.map(
@@ -205,18 +262,16 @@ def _add_chunk(
     )
 
 
-def _backward(plan: BlockPlan, saved: Any, cotangents: Any) -> tuple[HeadInputs]:
+def _gradients(plan: BlockPlan, inputs: HeadInputs, token: _PerToken) -> _Grads:
     """Vocabulary blocks outside, chunks of positions inside.
 
     So the gradient of one block of the head is summed over all positions in float32 and written
     once in the head's dtype, without a float32 copy of the whole head.
     """
-    inputs, token = saved
-    token = token._replace(d_logprob=cotangents[0], d_entropy=cotangents[1])
-    axis = inputs.layout.index("v")
+    axis, split = inputs.layout.index("v"), plan.split
 
     def over_vocab(grads: _Grads, start: ArrayLike, width: int) -> _Grads:
-        block = inputs.block(start, width)
+        block = plan.at_use(inputs.block(start, width))
 
         def over_positions(inner: _Grads, at: ArrayLike, size: int) -> _Grads:
             here = _PerToken(*(lax.dynamic_slice_in_dim(x, at, size, 1) for x in token))
@@ -233,6 +288,8 @@ def _backward(plan: BlockPlan, saved: Any, cotangents: Any) -> tuple[HeadInputs]
 
         # Turned here, once a block: as the output of the product it would turn every [C, width].
         matrix = inner.matrix if inputs.layout == "dv" else inner.matrix.T
+        if split is not None:
+            matrix = split.scatter(matrix, 1 - axis)
         bias = None if grads.bias is None else put(grads.bias, inner.bias, 0)
         return inner._replace(matrix=put(grads.matrix, matrix, axis), bias=bias)
 
@@ -242,7 +299,34 @@ def _backward(plan: BlockPlan, saved: Any, cotangents: Any) -> tuple[HeadInputs]
         None if inputs.bias is None else jnp.zeros_like(inputs.bias),
         jnp.zeros(inputs.targets.shape, jnp.float32),
     )
-    grads = _fold(over_vocab, zeros, inputs.vocab, plan.vocab)
+    return _fold(over_vocab, zeros, inputs.vocab, plan.vocab)
+
+
+def _split_gradients(
+    plan: BlockPlan, split: HeadSplit, inputs: HeadInputs, token: _PerToken
+) -> _Grads:
+    """`_gradients` by each device for its own rows and columns, and the sums of them."""
+
+    def local(inputs: HeadInputs, token: _PerToken) -> _Grads:
+        grads = _gradients(plan, split.own_targets(inputs), token)
+        return grads._replace(
+            hidden=split.over_vocab(grads.hidden),
+            bias=None if grads.bias is None else split.over_rows(grads.bias),
+            temperature=split.over_vocab(grads.temperature),
+        )
+
+    where, rows = split.specs(inputs), PartitionSpec(split.rows)
+    out: Any = _Grads(rows, split.matrix_spec(inputs.layout), where.bias, rows)  # type: ignore[arg-type]
+    return split.run(local, (where, rows), out)(inputs, token)
+
+
+def _backward(plan: BlockPlan, saved: Any, cotangents: Any) -> tuple[HeadInputs]:
+    inputs, token = saved
+    token = token._replace(d_logprob=cotangents[0], d_entropy=cotangents[1])
+    if plan.split is None:
+        grads = _gradients(plan, inputs, token)
+    else:
+        grads = _split_gradients(plan, plan.split, inputs, token)
     d_temperature = grads.temperature / inputs.temperature
     d_inputs = HeadInputs(
         hidden=grads.hidden.astype(inputs.hidden.dtype),

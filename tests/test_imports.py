@@ -22,6 +22,7 @@ LAYERS = {
         "segments",
         "reduce",
         "head_inputs",
+        "head_split",
         "vocab_blocks",
         "logprobs",
         "groups",

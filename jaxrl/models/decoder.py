@@ -9,16 +9,32 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl.models.attention import attention, chosen_method, local_attention
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.layers import Projection, RMSNorm, attention
+from jaxrl.models.layers import Projection, RMSNorm
 from jaxrl.models.rope import rope_tables, rotate
+from jaxrl.models.sight import Sight
+from jaxrl.sharding import constrain
 
 REMAT = ("none", "dots", "full")
 """What a layer keeps for its backward pass: everything; matrix products; its input only."""
 
+STREAM = ("batch", "time", "features")
+"""Logical axes of the residual stream: rows split over data x fsdp, whole otherwise."""
+CACHED = ("layers", "batch", "time", "kv_heads", "head_dim")
+
 KeysValues = tuple[Float[Array, "layers batch slots kv_heads head_dim"], ...]
+
+
+class Settings(NamedTuple):
+    """What every part of the decoder is told, static."""
+
+    config: ModelConfig
+    dtype: Any
+    mesh: Mesh | None
 
 
 class Scene(NamedTuple):
@@ -26,75 +42,92 @@ class Scene(NamedTuple):
 
     cos: Float[Array, "batch query half"]
     sin: Float[Array, "batch query half"]
-    mask: Bool[Array, "batch query key"]
-    """Without the sliding window."""
+    sight: Sight
+    """Its `first` is the first cache column to write."""
+    mask: Bool[Array, "batch query key"] | None
+    """Everything a query sees but for the sliding window; None: block by block, from `sight`."""
     distance: Int[Array, "batch query key"] | None
-    """Query position minus key position, when some layer has a window."""
-    column: Int[Array, ""] | int
-    """First cache column to write."""
+    """Query position minus key position, with a mask and when some layer has a window."""
+
+    def mask_of(self, window: Int[Array, ""]) -> Bool[Array, "batch query key"] | None:
+        """The mask of a layer with that window (0: none)."""
+        if self.mask is None or self.distance is None:
+            return self.mask
+        return self.mask & ((window == 0) | (self.distance < window))
 
 
 class Attention(nn.Module):
     """Projections, optional norms of queries and keys, rope, attention, output projection."""
 
-    config: ModelConfig
-    dtype: Any
+    settings: Settings
 
     @nn.compact
     def __call__(
         self,
         x: Float[Array, "batch query embed"],
         scene: Scene,
-        mask: Bool[Array, "batch query key"],
         layer: Int[Array, ""],
+        window: Int[Array, ""],
         cache: KeysValues | None,
     ) -> tuple[Float[Array, "batch query embed"], KeysValues | None]:
         """Attend within x, or with a cache: write x's keys and values there and attend to it."""
-        config = self.config
+        config, dtype, mesh = self.settings
         width, size = config.hidden_size, config.head_dim
-        project = functools.partial(Projection, use_bias=config.qkv_bias, dtype=self.dtype)
-        q = project((width, config.num_attention_heads, size), name="q")(x)
-        k = project((width, config.num_key_value_heads, size), name="k")(x)
-        v = project((width, config.num_key_value_heads, size), name="v")(x)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        project = functools.partial(Projection, use_bias=config.qkv_bias, dtype=dtype, mesh=mesh)
+        by_head = ("embed", "kv_heads", "head_dim")
+        q = project((width, heads, size), ("embed", "heads", "head_dim"), name="q")(x)
+        k = project((width, kv_heads, size), by_head, name="k")(x)
+        v = project((width, kv_heads, size), by_head, name="v")(x)
         if config.qk_norm:
             q = RMSNorm(config.rms_norm_eps, name="q_norm")(q)
             k = RMSNorm(config.rms_norm_eps, name="k_norm")(k)
         q, k = rotate(q, scene.cos, scene.sin), rotate(k, scene.cos, scene.sin)
         if cache is not None:
             # The whole cache is the scan's carry, so XLA updates it in place: no copy a layer.
-            start = (layer, 0, scene.column, 0, 0)
+            start = (layer, 0, scene.sight.first, 0, 0)
             cache = tuple(
-                lax.dynamic_update_slice(old, new[None], start)
+                constrain(mesh, lax.dynamic_update_slice(old, new[None], start), CACHED)
                 for old, new in zip(cache, (k, v), strict=True)
             )
             k, v = (lax.dynamic_index_in_dim(array, layer, 0, keepdims=False) for array in cache)
-        attended = attention(q, k, v, mask)
-        shape = (config.num_attention_heads, size, width)
-        output = Projection(shape, config.output_bias, self.dtype, contract=2, name="o")
+        mask = scene.mask_of(window)
+        if mask is None:
+            attended = local_attention(mesh, q, k, v, scene.sight, window)
+        else:
+            attended = attention(q, k, v, mask)
+        output = Projection(
+            (heads, size, width),
+            ("heads", "head_dim", "embed"),
+            use_bias=config.output_bias,
+            dtype=dtype,
+            mesh=mesh,
+            contract=2,
+            name="o",
+        )
         return output(attended), cache
 
 
 class MLP(nn.Module):
     """down(silu(gate(x)) · up(x))."""
 
-    config: ModelConfig
-    dtype: Any
+    settings: Settings
 
     @nn.compact
     def __call__(self, x: Float[Array, "batch query embed"]) -> Float[Array, "batch query embed"]:
         """Gated feed-forward of each position."""
-        width, inner = self.config.hidden_size, self.config.intermediate_size
-        project = functools.partial(Projection, use_bias=self.config.mlp_bias, dtype=self.dtype)
-        gate = project((width, inner), name="gate")(x)
-        up = project((width, inner), name="up")(x)
-        return project((inner, width), name="down")(nn.silu(gate) * up)
+        config, dtype, mesh = self.settings
+        width, inner = config.hidden_size, config.intermediate_size
+        project = functools.partial(Projection, use_bias=config.mlp_bias, dtype=dtype, mesh=mesh)
+        gate = project((width, inner), ("embed", "mlp"), name="gate")(x)
+        up = project((width, inner), ("embed", "mlp"), name="up")(x)
+        return project((inner, width), ("mlp", "embed"), name="down")(nn.silu(gate) * up)
 
 
 class Block(nn.Module):
     """One layer, shaped as the body of a scan: carry in, carry out."""
 
-    config: ModelConfig
-    dtype: Any
+    settings: Settings
 
     @nn.compact
     def __call__(
@@ -106,40 +139,34 @@ class Block(nn.Module):
     ) -> tuple[tuple[Float[Array, "batch query embed"], KeysValues | None], None]:
         """Attention and MLP, each normalised on the way in and added to the residual stream."""
         x, cache = carry
-        mask = scene.mask
-        if scene.distance is not None:
-            mask = mask & ((window == 0) | (scene.distance < window))
-        eps = self.config.rms_norm_eps
-        attend = Attention(self.config, self.dtype, name="attention")
-        update, cache = attend(RMSNorm(eps, name="attention_norm")(x), scene, mask, layer, cache)
+        eps = self.settings.config.rms_norm_eps
+        attend = Attention(self.settings, name="attention")
+        update, cache = attend(RMSNorm(eps, name="attention_norm")(x), scene, layer, window, cache)
         x = x + update
-        x = x + MLP(self.config, self.dtype, name="mlp")(RMSNorm(eps, name="mlp_norm")(x))
-        return (x, cache), None
+        x = x + MLP(self.settings, name="mlp")(RMSNorm(eps, name="mlp_norm")(x))
+        return (constrain(self.settings.mesh, x, STREAM), cache), None
 
 
 class Decoder(nn.Module):
     """Tokens to hidden states after the final norm; the head is the caller's."""
 
-    config: ModelConfig
-    dtype: Any
+    settings: Settings
     remat: str
+    method: str
+    """How attention is computed; see `attention.METHODS`."""
 
     @nn.compact
     def __call__(
         self,
         tokens: Int[Array, "batch query"],
         positions: Int[Array, "batch query"],
-        mask: Bool[Array, "batch query key"],
-        key_positions: Int[Array, "batch key"],
+        sight: Sight,
         cache: KeysValues | None = None,
-        column: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, "batch query embed"], KeysValues | None]:
-        """Run the stack; with a cache, keys and values go to its columns from `column` on."""
-        config = self.config
-        embed = _Embed(config, self.dtype, name="embed")
-        cos, sin = rope_tables(config.rope, config.head_dim, positions)
-        distance = positions[:, :, None] - key_positions[:, None, :] if config.windows else None
-        scene = Scene(cos, sin, mask, distance, column)
+        """Run the stack; with a cache, keys and values go to its columns from `sight.first` on."""
+        config = self.settings.config
+        x = constrain(self.settings.mesh, _Embed(self.settings, name="embed")(tokens), STREAM)
+        scene = self._scene(positions, sight)
         count = config.num_hidden_layers
         stack = nn.scan(
             _rematerialised(self.remat),
@@ -147,22 +174,33 @@ class Decoder(nn.Module):
             split_rngs={"params": True},
             in_axes=(0, 0, nn.broadcast),  # type: ignore[arg-type]
             length=count,
-        )(config, self.dtype, name="layers")
+        )(self.settings, name="layers")
         windows = jnp.asarray(config.windows or (0,) * count, jnp.int32)
         layers = jnp.arange(count, dtype=jnp.int32)
-        (x, cache), _ = stack((embed(tokens), cache), layers, windows, scene)
+        (x, cache), _ = stack((x, cache), layers, windows, scene)
         return RMSNorm(config.rms_norm_eps, name="norm")(x), cache
+
+    def _scene(self, positions: Int[Array, "batch query"], sight: Sight) -> Scene:
+        config, keys = self.settings.config, sight.k_segments.shape[1]
+        cos, sin = rope_tables(config.rope, config.head_dim, positions)
+        mask = distance = None
+        if chosen_method(self.method, positions.shape[1], keys) == "dense":
+            mask = sight.everything()
+            if sight.q_positions is not None and sight.k_positions is not None:
+                distance = sight.q_positions[:, :, None] - sight.k_positions[:, None, :]
+        return Scene(cos, sin, sight, mask, distance)
 
 
 class _Embed(nn.Module):
-    config: ModelConfig
-    dtype: Any
+    settings: Settings
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "batch query"]) -> Float[Array, "batch query embed"]:
-        shape = (self.config.vocab_size, self.config.hidden_size)
+        config, dtype, _ = self.settings
+        shape = (config.vocab_size, config.hidden_size)
         weight = self.param("weight", nn.initializers.normal(0.02), shape, jnp.float32)
-        return weight[tokens].astype(self.dtype)
+        # Looked up where the table lies: its rows travel, not the table.
+        return weight[tokens].astype(dtype)
 
 
 def _rematerialised(remat: str) -> type[Block]:

@@ -9,12 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxrl.errors import ConfigError
+from jaxrl.models.attention import METHODS
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.decoder import REMAT, Decoder
+from jaxrl.models.decoder import CACHED, REMAT, Decoder, Settings
+from jaxrl.models.sight import Sight
 from jaxrl.models.weights import Weight, weight_table
+from jaxrl.sharding import constrain
 from jaxrl.types import pytree
 
 DTYPES = ("float32", "bfloat16")
@@ -51,10 +55,15 @@ class Model:
     """Compute dtype, "float32" or "bfloat16"."""
     remat: str = "full"
     """What a layer keeps for the backward pass: "none" (everything), "dots", "full" (its input)."""
+    attention: str = "auto"
+    """"dense": scores of all pairs at once; "blockwise": memory linear in length; "auto"."""
+    mesh: Mesh | None = None
+    """Where activations are split and weights gathered for use; None: one device, or the
+    compiler's choice."""
 
     def __post_init__(self) -> None:
-        """Refuse an unknown dtype or policy."""
-        for name, allowed in (("dtype", DTYPES), ("remat", REMAT)):
+        """Refuse an unknown dtype, policy or way of attention."""
+        for name, allowed in (("dtype", DTYPES), ("remat", REMAT), ("attention", METHODS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
 
@@ -84,15 +93,9 @@ class Model:
         stays finite, and nothing else sees it. With branch ids it sees, of those, only branch 0
         (a shared prompt) and its own branch (one of the responses to it).
         """
-        time = jnp.arange(tokens.shape[1])
-        causal = time[None, :, None] >= time[None, None, :]
-        mask = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
-        if branch_ids is not None:
-            keys, queries = branch_ids[:, None, :], branch_ids[:, :, None]
-            mask = mask & ((keys == 0) | (keys == queries))
-        hidden, _ = self._decoder(self.remat).apply(
-            _trunk(params), tokens, positions, mask, positions
-        )
+        placed = positions if self.config.windows else None
+        sight = Sight(segment_ids, segment_ids, branch_ids, branch_ids, placed, placed)
+        hidden, _ = self._decoder(self.remat).apply(_trunk(params), tokens, positions, sight)
         return hidden
 
     def head(self, params: Params) -> Float[Array, "embed vocab"]:
@@ -107,8 +110,8 @@ class Model:
         heads, size = config.num_key_value_heads, config.head_dim
         shape = (config.num_hidden_layers, batch, length, heads, size)
         return Cache(
-            k=jnp.zeros(shape, self.dtype),
-            v=jnp.zeros(shape, self.dtype),
+            k=constrain(self.mesh, jnp.zeros(shape, self.dtype), CACHED),
+            v=constrain(self.mesh, jnp.zeros(shape, self.dtype), CACHED),
             positions=jnp.full((batch, length), -1, jnp.int32),
             index=jnp.zeros((), jnp.int32),
         )
@@ -129,16 +132,19 @@ class Model:
         """
         start = (0, cache.index)
         seen = lax.dynamic_update_slice(cache.positions, positions.astype(jnp.int32), start)
-        keys, queries = seen[:, None, :], positions[:, :, None]
-        mask = (keys >= 0) & (keys <= queries)
+        placed = (positions, seen) if self.config.windows else (None, None)
+        # Positions rise along the columns of a row, so what is before a token is what it sees.
+        ours, theirs = (positions >= 0).astype(jnp.int32), (seen >= 0).astype(jnp.int32)
+        sight = Sight(ours, theirs, None, None, *placed, first=cache.index)
         output: Any = self._decoder("none").apply(
-            _trunk(params), tokens, positions, mask, seen, (cache.k, cache.v), cache.index
+            _trunk(params), tokens, positions, sight, (cache.k, cache.v)
         )
         hidden, (k, v) = output
         return hidden, Cache(k=k, v=v, positions=seen, index=cache.index + tokens.shape[1])
 
     def _decoder(self, remat: str) -> Decoder:
-        return Decoder(self.config, jnp.dtype(self.dtype), remat)
+        settings = Settings(self.config, jnp.dtype(self.dtype), self.mesh)
+        return Decoder(settings, remat, self.attention)
 
     def _start(self, weight: Weight, key: jax.Array) -> jax.Array:
         if weight.kind == "normal":

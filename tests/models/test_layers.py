@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models.layers import attention, rms_norm
+from jaxrl.models.attention import attention
+from jaxrl.models.layers import rms_norm
 
 
 def test_rms_norm_by_hand() -> None:

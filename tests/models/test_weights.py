@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from jaxrl.models import Model, ModelConfig, weight_table
-from jaxrl.models.decoder import Decoder
+from jaxrl.models.decoder import Decoder, Settings
+from jaxrl.models.layers import Projection
+from jaxrl.models.sight import Sight
 from jaxrl.models.weights import LOGICAL_AXES
 
 SIZES: dict[str, Any] = dict(
@@ -38,12 +41,23 @@ def test_table_is_the_tree_of_the_module(config: ModelConfig) -> None:
     assert shapes == {weight.path: weight.full_shape for weight in weight_table(config)}
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     ids = jnp.zeros((1, 3), jnp.int32)
-    mask = jnp.ones((1, 3, 3), bool)
-    module = Decoder(config, jnp.dtype("float32"), "none")
-    linen = jax.eval_shape(module.init, jax.random.key(0), ids, ids, mask, ids)["params"]
+    module = Decoder(Settings(config, jnp.dtype("float32"), None), "none", "dense")
+    sight = Sight(ids, ids, None, None, ids, ids)
+    used: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    def look(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if isinstance(context.module, Projection):
+            used[(*context.module.path, "kernel")] = context.module.axes
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(look):
+        linen = jax.eval_shape(module.init, jax.random.key(0), ids, ids, sight)["params"]
     trunk = {name: node for name, node in params.items() if name != "head"}
     assert jax.tree.map(jnp.shape, trunk) == jax.tree.map(lambda leaf: leaf.shape, linen)
     assert ("head" in params) is not config.tie_word_embeddings
+    # What the layers say of a kernel where they gather it is what the table says where it is kept.
+    kernels = {w.path: w.axes[1:] for w in weight_table(config) if w.path[-1] == "kernel"}
+    assert used == {path: axes for path, axes in kernels.items() if path[0] == "layers"}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
