@@ -6,14 +6,16 @@ Row space holds what the decoder sees, policy space what is trained and what is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl.errors import DataError
 from jaxrl.planning import Plan, Slot, plan
 from jaxrl.types import PackedBatch, Trajectory
 
-__all__ = ["Plan", "Slot", "pack", "plan", "slot_counts"]
+__all__ = ["Plan", "Slot", "pack", "packed_shapes", "plan", "slot_counts"]
 
 
 def slot_counts(
@@ -46,7 +48,7 @@ def pack(
         DataError: When a trajectory has an empty prompt (its first token could not be predicted) or
             fields of different lengths.
     """
-    batch = _empty_batch(plan)
+    batch = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), packed_shapes(plan))
     filled = np.zeros((plan.updates, plan.micros, plan.rows), int)
     for slot in plan.slots:
         trajectory = trajectories[slot.trajectory]
@@ -64,27 +66,28 @@ def pack(
     return batch
 
 
-def _empty_batch(plan: Plan) -> PackedBatch:
+def packed_shapes(plan: Plan) -> PackedBatch:
+    """Shape and dtype of every field of the batch that `pack` makes for this plan."""
     shape = (plan.updates, plan.micros, plan.rows)
 
-    def zeros(length: int, dtype: type) -> np.ndarray:
-        return np.zeros((*shape, length), dtype)
+    def field(length: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*shape, length), np.dtype(dtype))
 
     row, slots = plan.row_length, plan.policy_length
     return PackedBatch(
-        tokens=zeros(row, np.int32),
-        positions=zeros(row, np.int32),
-        segment_ids=zeros(row, np.int32),
-        branch_ids=zeros(row, np.int32),
-        policy_index=zeros(slots, np.int32),
-        policy_before=zeros(slots, np.int32),
-        policy_valid=zeros(slots, bool),
-        policy_steps=zeros(slots, bool),
-        policy_segments=zeros(slots, np.int32),
-        policy_targets=zeros(slots, np.int32),
-        trajectory=zeros(slots, np.int32),
-        behaviour_logprobs=zeros(slots, np.float32),
-        rewards=zeros(slots, np.float32),
+        tokens=field(row, np.int32),
+        positions=field(row, np.int32),
+        segment_ids=field(row, np.int32),
+        branch_ids=field(row, np.int32),
+        policy_index=field(slots, np.int32),
+        policy_before=field(slots, np.int32),
+        policy_valid=field(slots, bool),
+        policy_steps=field(slots, bool),
+        policy_segments=field(slots, np.int32),
+        policy_targets=field(slots, np.int32),
+        trajectory=field(slots, np.int32),
+        behaviour_logprobs=field(slots, np.float32),
+        rewards=field(slots, np.float32),
     )
 
 

@@ -14,16 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
-from jaxrl.advantage_step import make_advantage_step
 from jaxrl.checkpoint.hf import check_tokenizer_fits, load_hf_config
 from jaxrl.checkpoint.hf_classifier import load_trunk_config
 from jaxrl.config import Config, CriticConfig
 from jaxrl.config_checks import check_config
 from jaxrl.continuation import Continuation
-from jaxrl.critic import make_forward
 from jaxrl.data import PromptCursor, load_prompts, load_tokenizer
 from jaxrl.environment import Environment
 from jaxrl.episodes import Stage
@@ -35,27 +32,12 @@ from jaxrl.rollout.engine import RolloutEngine
 from jaxrl.rollout.trainside import TrainsideEngine
 from jaxrl.rollouts import Rollouts
 from jaxrl.scoring import Scorer, Scores, score_trajectories
-from jaxrl.sharding import batch_sharding, make_mesh, replicated
-from jaxrl.state import Optimizers, abstract_state, make_optimizers
-from jaxrl.steps import make_score_step
+from jaxrl.sharding import make_mesh
+from jaxrl.state import Optimizers, make_optimizers
+from jaxrl.train_steps import Steps, make_model, make_steps
 from jaxrl.types import Prompt, Sampling, Trajectory
-from jaxrl.update import make_update_step
 
-__all__ = ["Run", "Steps", "build"]
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The compiled stages."""
-
-    score: Callable[..., Any]
-    advantage: Callable[..., Any]
-    update: Callable[..., Any]
-
-    @property
-    def compilations(self) -> int:
-        """Programs compiled so far: one for each shape that a plan has had."""
-        return sum(step._cache_size() for step in (self.score, self.advantage, self.update))  # type: ignore[attr-defined]
+__all__ = ["Run", "build"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +76,6 @@ def build(config: Config) -> Run:
     check_config(config)
     folder = _model_folder(config)
     model_config = ModelConfig.from_hf(load_hf_config(folder))
-    model = Model(model_config, dtype=config.model.dtype, remat=config.model.remat)
     if config.critic.path and config.needs_critic:
         _check_critic(config.critic, model_config)
     tokenizer = load_tokenizer(folder)
@@ -106,8 +87,9 @@ def build(config: Config) -> Run:
         held_out, _ = load_prompts(config.data.eval, tokenizer, config.data, vocab_size=vocab)
     sampling = _sampling(config, folder, tokenizer)
     mesh = make_mesh(config.mesh)
+    model = make_model(config, model_config, mesh)
     optimizers = make_optimizers(config)
-    steps = _steps(config, model, mesh, optimizers)
+    steps = make_steps(config, model, mesh, optimizers)
     cursor = PromptCursor(prompts, seed=config.seed, shuffle=config.data.shuffle)
     with ExitStack() as started:  # ended again if what comes after fails
         stage = _stage(config, tokenizer)
@@ -235,32 +217,4 @@ def _stop_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
     raise ConfigError(
         "rollout.stop_token_ids is null and the model folder names no end-of-sequence token; "
         "give the ids"
-    )
-
-
-def _steps(config: Config, model: Model, mesh: Mesh, optimizers: Optimizers) -> Steps:
-    forward = make_forward(model, config.critic if config.needs_critic else None)
-    shared: dict[str, Any] = {
-        "chunk_size": config.logprob.chunk_size,
-        "temperature": config.rollout.temperature,
-    }
-    score = make_score_step(forward, with_reference=config.needs_reference, **shared)
-    advantage = make_advantage_step(config.algorithm, num_groups=config.rollout.prompts)
-    update = make_update_step(
-        forward,
-        config.algorithm,
-        optimizers.policy,
-        optimizers.value,
-        horizon=config.rollout.max_new_tokens,
-        warmup_iterations=config.critic.warmup_iterations,
-        **shared,
-    )
-    shardings = jax.tree.map(
-        lambda leaf: leaf.sharding, abstract_state(config, model, mesh, optimizers)
-    )
-    rows = batch_sharding(mesh)
-    return Steps(
-        score=jax.jit(score, out_shardings=rows),
-        advantage=jax.jit(advantage, out_shardings=(rows, replicated(mesh))),
-        update=jax.jit(update, donate_argnums=0, out_shardings=(shardings, replicated(mesh))),
     )

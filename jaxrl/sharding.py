@@ -22,6 +22,7 @@ __all__ = [
     "constrain",
     "make_mesh",
     "param_sharding",
+    "place",
     "replicated",
     "row_multiple",
     "tree_shardings",
@@ -88,6 +89,20 @@ def constrain(mesh: Mesh | None, x: jax.Array, axes: Sequence[str]) -> jax.Array
     ]
     spec = [s if n % size == 0 else None for s, n, size in zip(spec, x.shape, sizes, strict=True)]
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def place(tree: Any, sharding: NamedSharding) -> Any:
+    """Host arrays, the same on every process, as global arrays; each process sends its own part."""
+
+    def put(x: Any) -> jax.Array:
+        if sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(put(np.asarray(jax.random.key_data(x))))
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(put, tree)
 
 
 def row_multiple(mesh: Mesh) -> int:

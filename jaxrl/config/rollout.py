@@ -47,6 +47,9 @@ class RolloutConfig:
     """env: seconds a call may take."""
     batch_size: int = 64
     """trainside: completions decoded at once."""
+    gather_weights: bool = True
+    """trainside: what a mesh splits over fsdp is fetched once a batch, in the compute dtype; false:
+    in every decoding step, layer by layer, for models that do not fit otherwise."""
     max_staleness: int = 0
     """sglang: 0 is synchronous. k > 0 generates up to k iterations ahead while updates run, with
     weights at most k versions older than those that train on them; corrected by

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.models.attention import attention, chosen_method, local_attention
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.embedding import embed
 from jaxrl.models.layers import Projection, RMSNorm
 from jaxrl.models.rope import rope_tables, rotate
 from jaxrl.models.sight import Sight
@@ -196,11 +197,10 @@ class _Embed(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "batch query"]) -> Float[Array, "batch query embed"]:
-        config, dtype, _ = self.settings
+        config, dtype, mesh = self.settings
         shape = (config.vocab_size, config.hidden_size)
         weight = self.param("weight", nn.initializers.normal(0.02), shape, jnp.float32)
-        # Looked up where the table lies: its rows travel, not the table.
-        return weight[tokens].astype(dtype)
+        return embed(mesh, weight, tokens, dtype)
 
 
 def _rematerialised(remat: str) -> type[Block]:

@@ -104,6 +104,22 @@ class Model:
             return params["embed"]["weight"].T
         return params["head"]["kernel"]
 
+    def for_sampling(self, params: Params, *, gather: bool) -> dict[str, Any]:
+        """Parameters in the compute dtype, cast once and not in every step of a decoding loop.
+
+        With `gather` each device gets all that it multiplies with (its tensor part, whole over
+        fsdp), so that no step of the loop has to fetch it.
+        """
+        cast: dict[str, Any] = {}
+        for weight in weight_table(self.config):
+            leaf, node = params, cast
+            for name in weight.path[:-1]:
+                leaf, node = leaf[name], node.setdefault(name, {})
+            array = leaf[weight.path[-1]].astype(self.dtype)
+            axes = [axis or "features" for axis in weight.axes]
+            node[weight.path[-1]] = constrain(self.mesh, array, axes) if gather else array
+        return cast
+
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache of `length` columns, in the compute dtype."""
         config = self.config

@@ -6,6 +6,7 @@ completion.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,7 +52,9 @@ def bucket(length: int) -> int:
     return -(-length // step) * step
 
 
-def plan_batches(lengths: Sequence[int], samples: int, batch_size: int) -> list[Batch]:
+def plan_batches(
+    lengths: Sequence[int], samples: int, batch_size: int, multiple: int = 1
+) -> list[Batch]:
     """Split a request into batches of at most `batch_size` rows, of nearly equal row counts.
 
     Prompts of similar length meet in a batch. A prompt with more samples than rows is split, and
@@ -60,9 +63,10 @@ def plan_batches(lengths: Sequence[int], samples: int, batch_size: int) -> list[
     Args:
         lengths: tokens of each prompt.
         samples: completions of each.
-        batch_size: most rows at once.
+        batch_size: most rows at once, but never fewer than `multiple`.
+        multiple: prompts of a batch are a multiple of this: the parts that a mesh splits rows into.
     """
-    parts = -(-samples // batch_size)
+    parts = -(-samples // max(batch_size // multiple, 1))
     rows = -(-samples // parts)
     units = [
         Unit(prompt, first, min(rows, samples - first))
@@ -71,9 +75,9 @@ def plan_batches(lengths: Sequence[int], samples: int, batch_size: int) -> list[
     ]
     if not units:
         return []
-    most = batch_size // rows
+    most = max(batch_size // rows // multiple, 1) * multiple
     count = -(-len(units) // most)
-    step = max(1, ROW_STEP // rows)
+    step = math.lcm(max(1, ROW_STEP // rows), multiple)
     prompts = min(most, -(-len(units) // (count * step)) * step)
     return [
         Batch(tuple(chunk), prompts, rows, bucket(max(lengths[unit.prompt] for unit in chunk)))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxrl.models import Cache, Model
 from jaxrl.models.sampling import Knobs, draw
+from jaxrl.sharding import constrain
 
 __all__ = ["Request", "Response", "sample_batch"]
 
@@ -55,12 +56,20 @@ class _State(NamedTuple):
 
 
 def sample_batch(
-    model: Model, params: Any, request: Request, *, samples: int, max_new_tokens: int
+    model: Model,
+    params: Any,
+    request: Request,
+    *,
+    samples: int,
+    max_new_tokens: int,
+    gather: bool = True,
 ) -> Response:
-    """Sample one completion a row; `model`, `samples` and `max_new_tokens` are static."""
+    """Sample one completion a row; all but `params` and `request` is static.
+
+    On a mesh every device decodes its own rows; see `Model.for_sampling` for `gather`.
+    """
     rows = request.keys.shape[0]
-    # The masters are cast once, not in every step of the loop; layers would cast them the same way.
-    params = jax.tree.map(lambda array: array.astype(model.dtype), params)
+    params = model.for_sampling(params, gather=gather)
     hidden, cache = _prefill(model, params, request, samples, max_new_tokens)
     starts = jnp.repeat(request.lengths, samples)
 
@@ -68,6 +77,7 @@ def sample_batch(
         """Draw the next token of every row from the hidden states that predict it."""
         past = state.response
         logits = jnp.dot(hidden, model.head(params), preferred_element_type=jnp.float32)
+        logits = constrain(model.mesh, logits, ("batch", "tokens"))  # filters look at whole rows
         keys = jax.vmap(jax.random.fold_in, (0, None))(request.keys, past.steps)
         tokens, logprobs = draw(keys, logits, request.knobs)
         going = ~past.stopped
@@ -110,6 +120,7 @@ def _prefill(
     A prompt is computed once and its cache repeated for its samples.
     """
     prompts, columns = request.tokens.shape
+    request = request._replace(tokens=constrain(model.mesh, request.tokens, ("batch", "time")))
     padding = columns - request.lengths
     positions = jnp.maximum(jnp.arange(columns)[None] - padding[:, None], -1)
     hidden, cache = model.extend(

@@ -17,6 +17,7 @@ from jaxrl.models.sampling import Knobs
 from jaxrl.rollout.batches import Batch, plan_batches
 from jaxrl.rollout.engine import OnDone, check_request, request_keys
 from jaxrl.rollout.sampler import Request, Response, sample_batch
+from jaxrl.sharding import place, replicated, row_multiple
 from jaxrl.types import Prompt, Sampling, Trajectory
 
 __all__ = ["RolloutStats", "TrainsideEngine"]
@@ -45,14 +46,21 @@ class TrainsideEngine:
     """
 
     def __init__(
-        self, model: Model, params: Any = None, *, batch_size: int, pad_token_id: int = 0
+        self,
+        model: Model,
+        params: Any = None,
+        *,
+        batch_size: int,
+        gather_weights: bool = True,
+        pad_token_id: int = 0,
     ) -> None:
         """Make an engine.
 
         Args:
-            model: the decoder.
+            model: the decoder; its mesh is where completions are sampled.
             params: weights of version 0; None: `publish` comes first.
             batch_size: most completions decoded at once.
+            gather_weights: fetch what a mesh splits over fsdp once a batch, not in every step.
             pad_token_id: fills the left of short prompts; may be an id that prompts contain.
         """
         vocab = model.config.vocab_size
@@ -65,6 +73,8 @@ class TrainsideEngine:
             )
         self._model = model
         self._batch_size = batch_size
+        self._gather = gather_weights
+        self._multiple = 1 if model.mesh is None else row_multiple(model.mesh)
         self._pad = pad_token_id
         self._expected = jax.eval_shape(model.init, jax.random.key(0))
         self._weights: tuple[Any, int] | None = None
@@ -130,13 +140,14 @@ class TrainsideEngine:
         params, version = self._current_weights()
         found: list[Trajectory | None] = [None] * (len(prompts) * samples)
         stats = RolloutStats()
-        for batch in plan_batches([len(p.ids) for p in prompts], samples, self._batch_size):
+        lengths = [len(p.ids) for p in prompts]
+        for batch in plan_batches(lengths, samples, self._batch_size, self._multiple):
             request = self._request(batch, prompts, sampling, seed)
             program = self._program(params, request, batch.samples, sampling.max_new_tokens)
             response = jax.device_get(program(params, request))
             answers = _read(batch, prompts, limits, response, samples, version)
-            for place, trajectory in answers:
-                found[place] = trajectory
+            for index, trajectory in answers:
+                found[index] = trajectory
             if on_done:
                 on_done([trajectory for _, trajectory in answers])
             stats = _count(stats, batch, prompts, response)
@@ -173,7 +184,7 @@ class TrainsideEngine:
             rows[i], epochs[i] = prompt.row, prompt.epoch
             numbers[i] = prompt.first_sample + unit.first + np.arange(batch.samples)
             live[i, : unit.count] = i < len(batch.units)
-        return Request(
+        request = Request(
             tokens=jnp.asarray(tokens),
             lengths=jnp.asarray(lengths),
             keys=request_keys(seed, rows.ravel(), numbers.ravel(), epochs.ravel()),
@@ -181,6 +192,8 @@ class TrainsideEngine:
             stop_ids=_stop_array(sampling.stop_token_ids),
             knobs=Knobs.of(sampling),
         )
+        mesh = self._model.mesh
+        return request if mesh is None else place(request, replicated(mesh))
 
     def _program(
         self, params: Any, request: Request, samples: int, max_new_tokens: int
@@ -191,9 +204,17 @@ class TrainsideEngine:
         key = (samples, max_new_tokens, jax.tree.structure(request), shapes, placement)
         if key not in self._programs:
             sample = partial(
-                sample_batch, self._model, samples=samples, max_new_tokens=max_new_tokens
+                sample_batch,
+                self._model,
+                samples=samples,
+                max_new_tokens=max_new_tokens,
+                gather=self._gather,
             )
-            self._programs[key] = jax.jit(sample).lower(params, request).compile()
+            mesh = self._model.mesh
+            # Every process reads all completions, so all of them go to each.
+            out = None if mesh is None else replicated(mesh)
+            compiled = jax.jit(sample, out_shardings=out).lower(params, request).compile()
+            self._programs[key] = compiled
         return self._programs[key]
 
 
