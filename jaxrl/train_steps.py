@@ -43,9 +43,8 @@ class Steps:
 
 
 def make_model(config: Config, model_config: ModelConfig, mesh: Mesh) -> Model:
-    """The decoder as the run's settings want it."""
-    del mesh
-    return Model(model_config, dtype=config.model.dtype, remat=config.model.remat)
+    """The decoder as the run's settings and devices want it."""
+    return Model(model_config, dtype=config.model.dtype, remat=config.model.remat, mesh=mesh)
 
 
 def make_steps(config: Config, model: Model, mesh: Mesh, optimizers: Optimizers) -> Steps:
