@@ -15,7 +15,7 @@ from jaxrl.rollout.engine import LeftOut
 from jaxrl.scoring import Scores, total_scores
 from jaxrl.types import Prompt, Trajectory
 
-__all__ = ["Sampled", "has_spread", "sample_with_spread"]
+__all__ = ["Sampled", "has_spread", "joined", "sample_with_spread"]
 
 
 class Sampled(NamedTuple):
@@ -73,7 +73,7 @@ def sample_with_spread(
         "rollout/dropped_groups": float(len(came) - len(chosen)),
         "reward/sampled_mean": _mean_total(came),
     }
-    return _joined([came[i] for i in chosen]), figures
+    return joined([came[i] for i in chosen]), figures
 
 
 def _groups(sampled: Sampled) -> list[Sampled]:
@@ -101,15 +101,20 @@ def _picked(scores: Scores, places: Sequence[int]) -> Scores:
     )
 
 
-def _joined(groups: Sequence[Sampled]) -> Sampled:
-    if not groups:
+def joined(parts: Sequence[Sampled]) -> Sampled:
+    """Several in one, in their order; some may be empty.
+
+    Raises:
+        LeftOut: there is not one trajectory in them.
+    """
+    all_scores = [part.scores for part in parts if part.trajectories]
+    if not all_scores:
         raise LeftOut("none of the completions of an iteration came back")
-    all_scores = [group.scores for group in groups]
     some_tokens = any(scores.tokens for scores in all_scores)
     tokens = [scores.tokens or (None,) * len(scores.values) for scores in all_scores]
     return Sampled(
-        [prompt for group in groups for prompt in group.prompts],
-        [trajectory for group in groups for trajectory in group.trajectories],
+        [prompt for part in parts for prompt in part.prompts],
+        [trajectory for part in parts for trajectory in part.trajectories],
         Scores(
             np.concatenate([scores.values for scores in all_scores]),
             np.concatenate([scores.valid for scores in all_scores]),

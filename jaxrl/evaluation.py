@@ -11,7 +11,8 @@ from jaxrl.episode import turns
 from jaxrl.episodes import collect
 from jaxrl.scoring import total_scores
 from jaxrl.setup import Run
-from jaxrl.types import Trajectory
+from jaxrl.sharing import sample_shared
+from jaxrl.types import Prompt, Trajectory
 
 __all__ = ["evaluate", "sample_rows"]
 
@@ -22,10 +23,20 @@ def evaluate(run: Run, *, seed: int) -> tuple[dict[str, float], list[dict[str, A
     Uses the weights published last. With eval.temperature 0 the answer is greedy and the seed
     unused.
     """
-    trajectories = collect(
-        run.engine, run.eval_prompts, run.stage, samples=1, sampling=run.eval_sampling, seed=seed
+
+    def ask(prompts: Sequence[Prompt]) -> list[Trajectory]:
+        return collect(
+            run.engine, prompts, run.stage, samples=1, sampling=run.eval_sampling, seed=seed
+        )
+
+    (_, trajectories, scores), _ = sample_shared(
+        run.peers,
+        "evaluation",
+        run.eval_prompts,
+        ask,
+        run.score,
+        collective=run.peers.count > 1 and not run.engine.concurrent,
     )
-    scores = run.score(trajectories)
     totals = total_scores(trajectories, scores)
     lengths = [len(t.response_ids) for t in trajectories]
     metrics = {

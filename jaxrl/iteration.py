@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config import Config
@@ -18,7 +17,7 @@ from jaxrl.rewards import adaptive_kl_coef
 from jaxrl.rollouts import Batch
 from jaxrl.scoring import total_scores
 from jaxrl.setup import Run
-from jaxrl.sharding import batch_sharding, row_multiple
+from jaxrl.sharding import batch_sharding, place, replicated, row_multiple
 from jaxrl.stopping import StopSignal
 from jaxrl.types import PackedBatch, TrainState, Trajectory
 
@@ -53,13 +52,14 @@ def iterate(
         outcomes, usable, moments = judge(config, iteration, batch, state.reward_moments)
         kept = [t for t, use in zip(rewarded(config, batch), usable, strict=True) if use]
         layout = plan_for(config, kept, row_multiple(run.mesh))
-        packed = jax.device_put(pack_for(config, kept, layout), batch_sharding(run.mesh))
+        packed = place(pack_for(config, kept, layout), batch_sharding(run.mesh))
     with progress.phase("score"):
         anchors = jax.block_until_ready(
             run.steps.score(state.policy_params, state.value_params, reference, packed)
         )
     with progress.phase("advantage"):
-        trained, figures = run.steps.advantage(packed, anchors, outcomes, state.kl_coef)
+        outcomes_there = place(outcomes, replicated(run.mesh))
+        trained, figures = run.steps.advantage(packed, anchors, outcomes_there, state.kl_coef)
         figures = jax.device_get(figures)
     stop.check()
     with progress.phase("update"):
@@ -127,7 +127,7 @@ def _finish(
     moments: np.ndarray,
 ) -> TrainState:
     """Count the iteration and its scores, and move the KL coefficient if it is adaptive."""
-    kl_coef = state.kl_coef
+    kl_coef: Any = np.asarray(state.kl_coef)
     if config.algorithm.kl_target is not None and responses:
         kl_coef = adaptive_kl_coef(
             kl_coef,
@@ -136,10 +136,12 @@ def _finish(
             horizon=config.algorithm.kl_horizon,
             n=responses,
         )
-        kl_coef = jax.device_put(jnp.float32(kl_coef), state.kl_coef.sharding)
-    iteration = jax.device_put(state.iteration + 1, state.iteration.sharding)
-    moments = jax.device_put(jnp.asarray(moments, jnp.float32), state.reward_moments.sharding)
-    return replace(state, iteration=iteration, kl_coef=kl_coef, reward_moments=moments)
+    counted = {
+        "iteration": np.int32(int(state.iteration) + 1),
+        "kl_coef": np.float32(kl_coef),
+        "reward_moments": np.asarray(moments, np.float32),
+    }
+    return replace(state, **place(counted, state.iteration.sharding))
 
 
 def _metrics(

@@ -15,7 +15,6 @@ depends on which of two was faster.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,8 +26,10 @@ from jaxrl.config import Config
 from jaxrl.cursor import PromptCursor
 from jaxrl.dynamic_sampling import Sampled, sample_with_spread
 from jaxrl.episodes import Stage, collect
+from jaxrl.processes import ALONE, Peers
 from jaxrl.rollout.engine import OnDone, RolloutEngine
 from jaxrl.scoring import Scores
+from jaxrl.sharing import sample_shared
 from jaxrl.types import Prompt, Sampling, Trajectory
 
 __all__ = ["Batch", "Rollouts", "is_due", "rollout_seed"]
@@ -68,6 +69,7 @@ class Rollouts:
         sampling: Sampling,
         score: Callable[[Sequence[Trajectory]], Scores],
         stage: Stage | None = None,
+        peers: Peers = ALONE,
     ) -> None:
         """Begin with the first iteration that `take` asks for.
 
@@ -78,7 +80,9 @@ class Rollouts:
             sampling: how completions are sampled.
             score: scores trajectories; called from several threads.
             stage: environment of episodes, if there is one.
+            peers: processes that share each batch.
         """
+        self._peers = peers
         self._config, self._engine, self._cursor = config, engine, cursor
         self._sampling, self._score, self._stage = sampling, score, stage
         self._begun: deque[tuple[int, Future[Batch]]] = deque()
@@ -152,18 +156,26 @@ class Rollouts:
         self, prompts: list[Prompt], iteration: int, on_done: OnDone | None
     ) -> tuple[Sampled, float]:
         """Trajectories and scores of some prompts, and the seconds that scoring took."""
-        trajectories = collect(
-            self._engine,
+
+        def ask(asked: Sequence[Prompt]) -> list[Trajectory]:
+            return collect(
+                self._engine,
+                asked,
+                self._stage,
+                samples=self._config.rollout.samples,
+                sampling=self._sampling,
+                seed=rollout_seed(self._config.seed, iteration),
+                on_done=on_done,
+            )
+
+        return sample_shared(
+            self._peers,
+            f"rollouts of iteration {iteration}",
             prompts,
-            self._stage,
-            samples=self._config.rollout.samples,
-            sampling=self._sampling,
-            seed=rollout_seed(self._config.seed, iteration),
-            on_done=on_done,
+            ask,
+            self._score,
+            collective=self._peers.count > 1 and not self._engine.concurrent,
         )
-        begun = time.perf_counter()
-        scores = self._score(trajectories)
-        return Sampled(prompts, trajectories, scores), time.perf_counter() - begun
 
 
 def _now(work: Callable[[], Any]) -> Future[Any]:

@@ -6,7 +6,10 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxrl.processes import Peers
 
 __all__ = ["StopRequested", "StopSignal"]
 
@@ -20,10 +23,14 @@ class StopRequested(BaseException):  # noqa: N818  nothing failed
 
 
 class StopSignal:
-    """Context manager that turns SIGTERM and SIGINT into a flag the loop polls."""
+    """Context manager that turns SIGTERM and SIGINT into a flag the loop polls.
 
-    def __init__(self) -> None:
+    Of several processes any may get the signal: at each check they ask each other, and all stop.
+    """
+
+    def __init__(self, peers: Peers | None = None) -> None:
         """Nothing is caught before the context is entered."""
+        self._peers = peers if peers is not None and peers.count > 1 else None
         self.requested: str | None = None
         self._at_once = False
         self._previous: dict[int, Any] = {}
@@ -48,12 +55,15 @@ class StopSignal:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
-        if self._at_once:
+        if self._at_once and self._peers is None:
             raise StopRequested(self.requested)
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Within, a signal ends the wait it finds the main thread in: for servers, for rewards."""
+        """Within, a signal ends the wait it finds the main thread in: for servers, for rewards.
+
+        One of several processes may not leave the others' exchanges alone: it stops at the end.
+        """
         self._at_once = True
         try:
             self.check()
@@ -62,6 +72,9 @@ class StopSignal:
             self._at_once = False
 
     def check(self) -> None:
-        """Raise StopRequested if a signal has come."""
-        if self.requested:
-            raise StopRequested(self.requested)
+        """Raise StopRequested if a signal has come, to any process."""
+        found = [self.requested]
+        if self._peers is not None:
+            found = self._peers.exchange("whether to stop", self.requested)
+        for requested in filter(None, found):
+            raise StopRequested(requested)
