@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.checkpoint.hf_export import export_hf
+from jaxrl.checkpoint.hf_export import export_hf, hf_tensors
 from jaxrl.checkpoint.state import CheckpointStore
 from jaxrl.config import Config
 from jaxrl.config_checks import check_config
@@ -22,6 +22,7 @@ from jaxrl.errors import CheckpointError
 from jaxrl.evaluation import evaluate
 from jaxrl.iteration import pack_for, plan_for
 from jaxrl.metrics import read_metrics
+from jaxrl.processes import ALONE, Peers
 from jaxrl.provenance import provenance
 from jaxrl.report import write_report
 from jaxrl.rollouts import rollout_seed
@@ -34,17 +35,19 @@ from jaxrl.types import Outcomes, TrainState
 __all__ = ["dry_run", "evaluate_only", "run"]
 
 
-def run(config: Config) -> int:
+def run(config: Config, peers: Peers = ALONE) -> int:
     """Train to the last iteration, then write curves and the Hugging Face export."""
     check_config(config)
     folder = _run_folder(config)
-    with closing(_store(config)) as store:
+    with closing(_store(config, peers)) as store:
         check_resume(config, store)
-        save_config(config, folder / "config.yaml")
-        _write_provenance(folder)
-        with closing(build(config)) as ready:
+        if peers.leads:
+            save_config(config, folder / "config.yaml")
+            _write_provenance(folder)
+        with closing(build(config, peers)) as ready:
             state = train(ready, store, start(ready, store))
             _close_run(ready, state)
+    peers.close()
     return 0 if int(state.iteration) == config.iterations else 3
 
 
@@ -66,13 +69,18 @@ def _write_provenance(folder: Path) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def _store(config: Config) -> CheckpointStore:
-    return CheckpointStore(Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep)
+def _store(config: Config, peers: Peers = ALONE) -> CheckpointStore:
+    folder = Path(config.run_dir) / "checkpoints"
+    return CheckpointStore(folder, keep=config.checkpoint.keep, peers=peers)
 
 
 def _close_run(ready: Run, state: TrainState) -> None:
     """Curves, export, and the few lines a person came for."""
     config, done = ready.config, int(state.iteration)
+    finished = done == config.iterations
+    out = _export(ready, state) if finished and config.checkpoint.export else None
+    if not ready.peers.leads:
+        return
     picture = write_report(config.run_dir)
     scores = [row for row in read_metrics(config.run_dir) if "eval/score" in row]
     if scores:
@@ -82,16 +90,20 @@ def _close_run(ready: Run, state: TrainState) -> None:
             f"({len(ready.eval_prompts)} prompts, iteration {last['step']} of {config.iterations})"
         )
     print(f"curves          {picture}")
-    if done < config.iterations:
+    if not finished:
         print(f"stopped at iteration {done}; the same command goes on from there")
-    elif config.checkpoint.export:
-        out = export_hf(
-            Path(config.run_dir) / "export",
-            state.policy_params,
-            ready.model.config,
-            source=config.model.path,
-        )
+    elif out:
         print(f"export          {out}")
+
+
+def _export(ready: Run, state: TrainState) -> Path:
+    """The policy as a Hugging Face folder; every process has a part in fetching each tensor."""
+    out, params = Path(ready.config.run_dir) / "export", state.policy_params
+    if ready.peers.leads:
+        return export_hf(out, params, ready.model.config, source=ready.config.model.path)
+    for tensor in hf_tensors(params, ready.model.config):
+        tensor.make()
+    return out
 
 
 def evaluate_only(config: Config) -> int:

@@ -44,6 +44,7 @@ class Peers:
 
     index = 0
     count = 1
+    _shared: BaseException | None = None
 
     @property
     def leads(self) -> bool:
@@ -73,12 +74,16 @@ class Peers:
                 raise
             mine, told = error, ((type(error).__name__, str(error)), None)
         found = self.exchange(name, told)
-        if isinstance(mine, BaseException):
-            raise mine
         for index, (failure, _) in enumerate(found):
             if failure is not None:
-                raise _same_kind(index, *failure)
+                own = isinstance(mine, BaseException)
+                self._shared = mine if own else _same_kind(index, *failure)
+                raise self._shared
         return [value for _, value in found]
+
+    def shared(self, error: BaseException) -> bool:
+        """Whether every process has this error now, so that they can do something about it."""
+        return self.count == 1 or error is self._shared
 
     def fail(self, message: str) -> None:
         """Tell the others to end with this message, which this one does next."""

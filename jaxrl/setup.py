@@ -27,12 +27,13 @@ from jaxrl.episodes import Stage
 from jaxrl.errors import ConfigError
 from jaxrl.models import Model, ModelConfig
 from jaxrl.named_function import load_function
+from jaxrl.processes import ALONE, Peers, share_of
 from jaxrl.prompts import chat_template
 from jaxrl.rollout.engine import RolloutEngine
 from jaxrl.rollout.trainside import TrainsideEngine
 from jaxrl.rollouts import Rollouts
 from jaxrl.scoring import Scorer, Scores, score_trajectories
-from jaxrl.sharding import make_mesh
+from jaxrl.sharding import make_mesh, own_mesh
 from jaxrl.state import Optimizers, make_optimizers
 from jaxrl.train_steps import Steps, make_model, make_steps
 from jaxrl.types import Prompt, Sampling, Trajectory
@@ -61,6 +62,8 @@ class Run:
     eval_sampling: Sampling
     stage: Stage | None = None
     """Environment of episodes, if there is one."""
+    peers: Peers = ALONE
+    """Processes that share the run."""
 
     def close(self) -> None:
         """End the reward worker, and engine and environment with what they have under way."""
@@ -71,10 +74,14 @@ class Run:
         self.rollouts.close()
 
 
-def build(config: Config) -> Run:
+def build(config: Config, peers: Peers = ALONE) -> Run:
     """Check everything, load the tokenizer and prompts, and make the steps."""
     check_config(config)
-    folder = _model_folder(config)
+    _check_peers(config, peers)
+    if peers.leads:
+        _make_model_folder(config)
+    peers.exchange("the model's folder is there", None)
+    folder = config.model.path
     model_config = ModelConfig.from_hf(load_hf_config(folder))
     if config.critic.path and config.needs_critic:
         _check_critic(config.critic, model_config)
@@ -96,10 +103,10 @@ def build(config: Config) -> Run:
         if stage:
             started.callback(stage.environment.close)
             stage.check([*prompts, *held_out])
-        scorer = Scorer(config.reward, mesh)
+        scorer = Scorer(config.reward, own_mesh(mesh))
         started.callback(scorer.close)
         scorer.probe([*prompts, *held_out])
-        engine = _engine(config, model, folder, prompts)
+        engine = _engine(config, model, folder, prompts, peers)
         started.pop_all()
     score = partial(score_trajectories, scorer, tokenizer)
     return Run(
@@ -108,7 +115,7 @@ def build(config: Config) -> Run:
         tokenizer=tokenizer,
         mesh=mesh,
         cursor=cursor,
-        rollouts=Rollouts(config, engine, cursor, sampling, score, stage),
+        rollouts=Rollouts(config, engine, cursor, sampling, score, stage, peers),
         eval_prompts=held_out,
         prompt_counts=counts,
         scorer=scorer,
@@ -126,7 +133,31 @@ def build(config: Config) -> Run:
             min_p=0.0,
         ),
         stage=stage,
+        peers=peers,
     )
+
+
+def _check_peers(config: Config, peers: Peers) -> None:
+    """What only a run of one process can do."""
+    rollout = config.rollout
+    if peers.count == 1:
+        return
+    refused = {
+        "rollout.env with rollout.engine=trainside": rollout.env and rollout.engine == "trainside",
+        "rollout.router": rollout.router,
+        "rollout.publish=tensor": rollout.engine == "sglang" and rollout.publish == "tensor",
+    }
+    for what, given in refused.items():
+        if given:
+            raise ConfigError(
+                f"{what} is for a run of one process, and there are {peers.count}; use servers in "
+                "rollout.urls (each process drives its share of them) and rollout.publish=disk"
+            )
+    if rollout.engine == "sglang" and len(rollout.urls) < peers.count:
+        raise ConfigError(
+            f"rollout.urls has {len(rollout.urls)} server(s) for {peers.count} processes; each "
+            "drives its own share: give at least one a process"
+        )
 
 
 def _stage(config: Config, tokenizer: Any) -> Stage | None:
@@ -142,25 +173,31 @@ def _stage(config: Config, tokenizer: Any) -> Stage | None:
     )
 
 
-def _engine(config: Config, model: Model, folder: str, prompts: Sequence[Prompt]) -> RolloutEngine:
-    if config.rollout.engine == "trainside":
-        return TrainsideEngine(model, batch_size=config.rollout.batch_size)
+def _engine(
+    config: Config, model: Model, folder: str, prompts: Sequence[Prompt], peers: Peers
+) -> RolloutEngine:
+    rollout = config.rollout
+    if rollout.engine == "trainside":
+        return TrainsideEngine(
+            model, batch_size=rollout.batch_size, gather_weights=rollout.gather_weights
+        )
     # An HTTP client is loaded by the runs that talk to servers.
     from jaxrl.rollout.sglang.engine import SGLangEngine
 
     # Some prompt of at least two tokens: the first one's logarithm has nothing to be compared with.
     probe = max((prompt.ids for prompt in prompts[:64]), key=len)
+    own = "" if peers.count == 1 else f"process-{peers.index}"
     return SGLangEngine(
         model,
-        config.rollout,
+        replace(rollout, urls=list(share_of(rollout.urls, peers))),
         source=folder,
-        run_dir=config.run_dir,
+        run_dir=str(Path(config.run_dir) / own),
         probe_ids=probe if len(probe) > 1 else probe * 2,
         max_tokens=config.max_tokens,
     )
 
 
-def _model_folder(config: Config) -> str:
+def _make_model_folder(config: Config) -> None:
     folder = Path(config.model.path)
     if config.model.make is not None and not (folder / "config.json").exists():
         try:
@@ -170,7 +207,6 @@ def _model_folder(config: Config) -> str:
                 f"model.make={config.model.make!r} cannot be used: {error}"
             ) from error
         make(str(folder), config.seed)
-    return str(folder)
 
 
 def _check_critic(critic: CriticConfig, policy: ModelConfig) -> None:

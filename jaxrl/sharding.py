@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -21,9 +22,11 @@ __all__ = [
     "batch_sharding",
     "constrain",
     "make_mesh",
+    "own_mesh",
     "param_sharding",
     "place",
     "replicated",
+    "to_host",
     "row_multiple",
     "tree_shardings",
 ]
@@ -97,12 +100,29 @@ def place(tree: Any, sharding: NamedSharding) -> Any:
     def put(x: Any) -> jax.Array:
         if sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(put(np.asarray(jax.random.key_data(x))))
         host = np.asarray(x)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     return jax.tree.map(put, tree)
+
+
+def to_host(x: Any) -> np.ndarray:
+    """All of an array on this host; every process asks, if it lies on the devices of several."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        sharding = x.sharding
+        assert isinstance(sharding, NamedSharding), "a run's arrays lie on its mesh"
+        x = jax.jit(lambda whole: whole, out_shardings=replicated(sharding.mesh))(x)  # type: ignore[arg-type]
+    return np.asarray(x)
+
+
+def own_mesh(mesh: Mesh) -> Mesh:
+    """For what each process computes by itself: the mesh, or this process's devices of it."""
+    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    if len(own) == mesh.size:
+        return mesh
+    return Mesh(np.asarray(own).reshape(1, -1, 1), mesh.axis_names)
 
 
 def row_multiple(mesh: Mesh) -> int:

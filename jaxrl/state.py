@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -15,7 +16,7 @@ from jaxrl.config import Config, CriticConfig
 from jaxrl.critic import init_value_params
 from jaxrl.models import Model, ModelConfig, weight_table
 from jaxrl.optim import Optimizer, make_optimizer
-from jaxrl.sharding import replicated, tree_shardings
+from jaxrl.sharding import place, replicated, tree_shardings
 from jaxrl.types import TrainState
 
 __all__ = ["Optimizers", "abstract_state", "fresh_state", "make_optimizers", "reference_params"]
@@ -129,19 +130,19 @@ def fresh_state(config: Config, model: Model, mesh: Mesh, optimizers: Optimizers
         policy, value
     )
     counters = {
-        "updates": jnp.int32(0),
-        "iteration": jnp.int32(0),
-        "kl_coef": jnp.float32(config.algorithm.kl_coef),
-        "reward_moments": jnp.zeros(3, jnp.float32),
-        "skipped": jnp.int32(0),
-        "skipped_in_a_row": jnp.int32(0),
+        "updates": np.int32(0),
+        "iteration": np.int32(0),
+        "kl_coef": np.float32(config.algorithm.kl_coef),
+        "reward_moments": np.zeros(3, np.float32),
+        "skipped": np.int32(0),
+        "skipped_in_a_row": np.int32(0),
     }
     return TrainState(
         policy_params=policy,
         value_params=value,
         policy_opt=policy_opt,
         value_opt=value_opt,
-        **jax.device_put(counters, replicated(mesh)),
+        **place(counters, replicated(mesh)),
     )
 
 

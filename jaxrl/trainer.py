@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxrl.setup import Run
 from jaxrl.state import abstract_state, fresh_state, reference_params
 from jaxrl.stopping import StopRequested, StopSignal
 from jaxrl.types import TrainState
+from jaxrl.unrecorded import Unrecorded
 
 __all__ = ["check_resume", "start", "train"]
 
@@ -50,7 +52,7 @@ def check_resume(config: Config, store: CheckpointStore) -> int | None:
 
 def start(run: Run, store: CheckpointStore) -> TrainState:
     """The state of the newest checkpoint, with the prompt cursor put back, or a fresh one."""
-    latest = check_resume(run.config, store)
+    latest = run.peers.exchange("newest checkpoint", check_resume(run.config, store))[0]
     if latest is None:
         return fresh_state(run.config, run.model, run.mesh, run.optimizers)
     like = abstract_state(run.config, run.model, run.mesh, run.optimizers)
@@ -68,12 +70,9 @@ def train(run: Run, store: CheckpointStore, state: TrainState) -> TrainState:
     """
     config, first = run.config, int(state.iteration)
     reference = reference_params(config, run.model, run.mesh) if config.needs_reference else None
-    log = MetricsLog(
-        config.run_dir, tensorboard=config.log.tensorboard, resume_step=first if first else None
-    )
-    progress = Progress(config.iterations, enabled=config.log.progress, start=first)
+    log, progress = _record(run, first)
     host = _host_state(run.config, run.cursor.state())
-    with StopSignal() as stop, progress:
+    with StopSignal(run.peers) as stop, progress:
         try:
             run.engine.publish(state.policy_params, first)
             if first == 0:
@@ -100,15 +99,27 @@ def train(run: Run, store: CheckpointStore, state: TrainState) -> TrainState:
                 _check_health(config, state)
         except StopRequested as request:
             progress.note(f"{request}: saving iteration {int(state.iteration)}, then stopping")
-            _save_last(store, state, host)
+            _save_last(run, store, state, host)
         except (RolloutError, RewardError) as error:
-            if _save_last(store, state, host):
+            if run.peers.shared(error) and _save_last(run, store, state, host):
                 progress.note(f"iteration {int(state.iteration)} is saved; {type(error).__name__}:")
             raise
         finally:
             log.close()
             store.wait()
     return state
+
+
+def _record(run: Run, first: int) -> tuple[MetricsLog, Progress]:
+    """Where metrics and lines go; of several processes the first one writes and shows."""
+    config = run.config
+    if not run.peers.leads:
+        silent = Progress(config.iterations, enabled=False, start=first, stream=io.StringIO())
+        return Unrecorded(), silent
+    log = MetricsLog(
+        config.run_dir, tensorboard=config.log.tensorboard, resume_step=first if first else None
+    )
+    return log, Progress(config.iterations, enabled=config.log.progress, start=first)
 
 
 def _hand_over(
@@ -123,11 +134,11 @@ def _hand_over(
     return {}
 
 
-def _save_last(store: CheckpointStore, state: TrainState, host: dict[str, Any]) -> bool:
+def _save_last(run: Run, store: CheckpointStore, state: TrainState, host: dict[str, Any]) -> bool:
     """Save the last finished iteration unless it is saved, or was donated to an update."""
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
         return False
-    if store.latest() != int(state.iteration):
+    if run.peers.exchange("newest checkpoint", store.latest())[0] != int(state.iteration):
         store.save(int(state.iteration), state, host)
     return True
 

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl.checkpoint.hf import load_hf_config
 from jaxrl.checkpoint.hf_files import TensorSource, whole_folder, write_json, write_weights
 from jaxrl.errors import ConversionError
 from jaxrl.models import ModelConfig, Weight, weight_table
+from jaxrl.sharding import to_host
 
 # Everything a server needs beside config and weights, where the source folder has it.
 _COPIED = (
@@ -167,7 +167,7 @@ def _check_fit(leaves: Mapping[tuple[str, ...], Any], table: Sequence[Weight]) -
 
 def _hf_tensor(weight: Weight, leaf: Any, layer: int) -> np.ndarray:
     # Sliced before it leaves the device: a stacked leaf can be a large part of the model.
-    return weight.to_hf(np.asarray(jax.device_get(leaf[layer] if weight.stacked else leaf)))
+    return weight.to_hf(to_host(leaf[layer] if weight.stacked else leaf))
 
 
 def _leaves(

@@ -38,6 +38,7 @@ from jaxrl.checkpoint.folders import (
 from jaxrl.checkpoint.leaves import differences, local_bytes, named_leaves, nested, spec
 from jaxrl.checkpoint.whole import damage
 from jaxrl.errors import CheckpointError, ConfigError
+from jaxrl.processes import ALONE, Peers
 from jaxrl.provenance import provenance
 from jaxrl.types import TrainState
 
@@ -48,14 +49,18 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints of one run; one process writes, any number may read."""
+    """The checkpoints of one run, in a folder that all its processes see; any number may read.
 
-    def __init__(self, folder: Path | str, *, keep: int) -> None:
+    Each process of a run writes its part of the arrays; the first one makes folders and manifests.
+    """
+
+    def __init__(self, folder: Path | str, *, keep: int, peers: Peers = ALONE) -> None:
         """Open `folder`, which need not exist yet; `keep` whole checkpoints remain after a save."""
         if keep < 1:
             raise ConfigError(f"checkpoint.keep={keep} must be at least 1")
         self.folder = Path(folder).absolute()
         self.keep = keep
+        self._peers = peers
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
         )
@@ -73,11 +78,11 @@ class CheckpointStore:
         earlier = self._settled()
         leaves = named_leaves(state)
         host_text = self._host_text(host)
+        built = unfinished(self.folder, step)
+        self._peers.together(
+            "a new checkpoint", lambda: self._begin(built, step, leaves, host_text)
+        )
         try:
-            self._make_room(leaves)
-            built = unfinished(self.folder, step)
-            built.mkdir()
-            (built / HOST).write_text(host_text, encoding="utf-8")
             self._orbax.save(built / ARRAYS, args=ocp.args.PyTreeSave(leaves))
         except Exception as error:
             raise self._failed(step, error) from error
@@ -186,9 +191,20 @@ class CheckpointStore:
                 ".tolist() and paths with str()"
             ) from error
 
-    def _make_room(self, leaves: Mapping[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        discard_left_overs(self.folder)
+    def _begin(self, built: Path, step: int, leaves: Mapping[str, Any], host_text: str) -> None:
+        """All but the arrays; an error here is one on every process, before any writes a part."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self._peers.leads:
+                discard_left_overs(self.folder)
+            self._check_room(leaves)
+            if self._peers.leads:
+                built.mkdir()
+                (built / HOST).write_text(host_text, encoding="utf-8")
+        except Exception as error:
+            raise self._failed(step, error) from error
+
+    def _check_room(self, leaves: Mapping[str, Any]) -> None:
         needed = sum(local_bytes(leaf) for leaf in leaves.values())
         free = shutil.disk_usage(self.folder).free
         if needed > free:
@@ -198,19 +214,20 @@ class CheckpointStore:
         """In the background: wait for Orbax, make the checkpoint whole, and only then prune."""
         try:
             self._orbax.wait_until_finished()
-            if jax.process_index() == 0:
+            if self._peers.leads:
                 publish(self.folder, step, {"arrays": arrays})
         except Exception as error:
             self._failure = self._failed(step, error)
             return
         try:
-            if jax.process_index() == 0:
+            if self._peers.leads:
                 prune(self.folder, self.keep)
         except OSError as error:
             log.warning("old checkpoints in %s could not be removed: %s", self.folder, error)
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
-        shutil.rmtree(unfinished(self.folder, step), ignore_errors=True)
+        if self._peers.leads:
+            shutil.rmtree(unfinished(self.folder, step), ignore_errors=True)
         return CheckpointError(
             f"the checkpoint of step {step} could not be written to {self.folder}: {error}; older "
             "checkpoints there are untouched. Free space, make the folder writable, or set another "
