@@ -22,6 +22,7 @@ __all__ = [
     "batch_sharding",
     "constrain",
     "make_mesh",
+    "mesh_sizes",
     "own_mesh",
     "param_sharding",
     "place",
@@ -56,13 +57,12 @@ A weight is gathered over fsdp where it is used, so that rows, not products, are
 """
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """Devices as [data, fsdp, tensor].
+def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+    """Sizes of [data, fsdp, tensor] on so many devices, -1 filled in.
 
     Raises:
         ConfigError: When the sizes do not multiply to the number of devices.
     """
-    devices = list(jax.devices() if devices is None else devices)
     sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
     fixed = int(np.prod([size for size in sizes.values() if size != -1]))
     given = ", ".join(f"mesh.{name}={size}" for name, size in sizes.items())
@@ -70,12 +70,19 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
         size < 1 and size != -1 for size in sizes.values()
     ):
         raise ConfigError(f"{given}: sizes are at least 1, and at most one of them may be -1")
-    if -1 in sizes.values() and len(devices) % fixed == 0:
-        sizes = {k: len(devices) // fixed if v == -1 else v for k, v in sizes.items()}
-    if int(np.prod(list(sizes.values()))) != len(devices):
+    if -1 in sizes.values() and devices % fixed == 0:
+        sizes = {k: devices // fixed if v == -1 else v for k, v in sizes.items()}
+    if int(np.prod(list(sizes.values()))) != devices:
         raise ConfigError(
-            f"{given} does not cover {len(devices)} device(s); the product must be {len(devices)}"
+            f"{given} does not cover {devices} device(s); the product must be {devices}"
         )
+    return sizes
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """Devices as [data, fsdp, tensor]; see `mesh_sizes`."""
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = mesh_sizes(config, len(devices))
     return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), tuple(sizes))
 
 
