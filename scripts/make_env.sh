@@ -3,9 +3,10 @@
 #
 #     scripts/make_env.sh run    # jaxrl and what it needs to train, in the versions of constraints.txt
 #     scripts/make_env.sh dev    # and what the tests need, in the versions of constraints-dev.txt
+#     scripts/make_env.sh plan   # jaxrl and the compilers for GPUs and TPUs, in an environment of their own
 #
-# JAXRL_VENV names another place than .venv, JAXRL_PYTHON the interpreter to make it with, and
-# JAXRL_CONSTRAINTS another constraints file (an empty one takes the newest versions). pip's own
+# JAXRL_VENV names another place than .venv, JAXRL_PLAN_VENV another than .venv-plan, JAXRL_PYTHON the
+# interpreter to make it with, and JAXRL_CONSTRAINTS another constraints file (an empty one takes the newest versions). pip's own
 # settings, PIP_INDEX_URL and the like, apply.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,7 +16,11 @@ venv="${JAXRL_VENV:-.venv}"
 case "$what" in
     run) spec="." constraints="${JAXRL_CONSTRAINTS:-constraints.txt}" ;;
     dev) spec=".[dev]" constraints="${JAXRL_CONSTRAINTS:-constraints-dev.txt}" ;;
-    *) echo "usage: scripts/make_env.sh run|dev" >&2; exit 2 ;;
+    plan)
+        spec=".[plan-cuda,plan-tpu]" constraints="${JAXRL_CONSTRAINTS:-constraints-plan.txt}"
+        venv="${JAXRL_PLAN_VENV:-.venv-plan}"
+        ;;
+    *) echo "usage: scripts/make_env.sh run|dev|plan" >&2; exit 2 ;;
 esac
 
 new_enough() {
@@ -50,7 +55,7 @@ if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then # not there, or left h
 fi
 
 # All that an installation follows from, the folder included since jaxrl is installed in place.
-fingerprint="$({ pwd; cat pyproject.toml constraints.txt constraints-dev.txt; \
+fingerprint="$({ pwd; cat pyproject.toml constraints*.txt; \
     echo "${JAXRL_CONSTRAINTS:-}"; "$venv/bin/python" -VV; } | "$venv/bin/python" -c \
     'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')"
 for done in "$what" dev; do # dev holds all that run holds
