@@ -15,14 +15,14 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.checkpoint.hf import check_tokenizer_fits
 from jaxrl.checkpoint.hf_classifier import load_classifier, load_trunk_config
-from jaxrl.config import RewardModelConfig
+from jaxrl.config import MeshConfig, RewardModelConfig
 from jaxrl.errors import ConfigError, ConversionError, DataError, RewardError
 from jaxrl.models import Model, ModelConfig, score_weight, value_head_apply, weight_table
 from jaxrl.prompts import cut, load_tokenizer
 from jaxrl.reward_request import Asked, shown
 from jaxrl.reward_values import Reward
 from jaxrl.rollout.batches import bucket
-from jaxrl.sharding import batch_sharding, row_multiple, tree_shardings
+from jaxrl.sharding import batch_sharding, make_mesh, row_multiple, tree_shardings
 from jaxrl.types import Prompt
 
 __all__ = ["RewardModel", "ScoreBatch", "plan_scores", "score_last"]
@@ -64,8 +64,13 @@ class RewardModel:
                 raise DataError(
                     f"its tokenizer has no chat template; set {key}.chat=false for plain text"
                 )
-            params = load_classifier(settings.path, config, kind, dtype=settings.dtype)
-            self._params = _placed(params, config, mesh)
+            self._params = load_classifier(
+                settings.path,
+                config,
+                kind,
+                dtype=settings.dtype,
+                shardings=_shardings(config, mesh or make_mesh(MeshConfig(), jax.devices()[:1])),
+            )
         except (ConfigError, ConversionError, DataError) as error:
             raise RewardError(f"{where} cannot be used: {error}") from error
         self._key = key
@@ -184,10 +189,7 @@ def plan_scores(
     return batches
 
 
-def _placed(params: dict[str, Any], config: ModelConfig, mesh: Mesh | None) -> dict[str, Any]:
-    if mesh is None:
-        return jax.device_put(params)
+def _shardings(config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
     table = [weight for weight in weight_table(config) if weight.path[0] != "head"]
     table.append(score_weight(config))
-    where = tree_shardings(mesh, ((w.path, w.full_shape, w.axes) for w in table))
-    return jax.device_put(params, where)
+    return tree_shardings(mesh, ((w.path, w.full_shape, w.axes) for w in table))

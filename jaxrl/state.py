@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -118,10 +120,14 @@ def fresh_state(config: Config, model: Model, mesh: Mesh, optimizers: Optimizers
     where = jax.tree.map(lambda leaf: leaf.sharding, like)
     policy = reference_params(config, model, mesh)
     critic = config.critic if config.needs_critic else None
-    trunk, head = policy, None
+    trunk, head, own = _trunk_of(policy), None, False
     if critic is not None and critic.kind == "model" and critic.path:
-        trunk, head = _critic_start(critic, model.config)
-    value = jax.device_put(init_value_params(model, critic, trunk, head), where.value_params)
+        trunk, head, own = *_critic_start(critic, model.config, where.value_params), True
+    # A trunk that was read for the critic becomes its own; the policy's is copied on the devices.
+    make = partial(init_value_params, model, critic)
+    value = jax.jit(make, out_shardings=where.value_params, donate_argnums=(0,) if own else ())(
+        trunk, head
+    )
 
     def init(policy: Any, value: Any) -> tuple[Any, Any]:
         return optimizers.policy.init(policy), optimizers.value.init(value)
@@ -146,18 +152,24 @@ def fresh_state(config: Config, model: Model, mesh: Mesh, optimizers: Optimizers
     )
 
 
-def _critic_start(critic: CriticConfig, config: ModelConfig) -> tuple[Any, Any]:
+def _critic_start(
+    critic: CriticConfig, config: ModelConfig, where: Mapping[str, Any]
+) -> tuple[Any, Any]:
     """Trunk, and the value head or None for a fresh one, from `critic.path`."""
     assert critic.path is not None
     _, kind = load_trunk_config(critic.path)
+    shardings = {**where["trunk"], "value_head": where["value_head"]}
     if kind == "ForCausalLM":
-        return load_params(critic.path, config, with_head=False), None
-    params = load_classifier(critic.path, config, kind)
-    return params, params["value_head"] if critic.keep_head else None
+        return load_params(critic.path, config, with_head=False, shardings=shardings), None
+    params = load_classifier(critic.path, config, kind, shardings=shardings)
+    return _trunk_of(params), params["value_head"] if critic.keep_head else None
+
+
+def _trunk_of(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: part for name, part in params.items() if name not in ("head", "value_head")}
 
 
 def reference_params(config: Config, model: Model, mesh: Mesh) -> Any:
     """The pretrained policy, always read from model.path: resuming never re-anchors it."""
-    return jax.device_put(
-        load_params(config.model.path, model.config), _policy_shardings(model, mesh)
-    )
+    shardings = _policy_shardings(model, mesh)
+    return load_params(config.model.path, model.config, shardings=shardings)

@@ -1,4 +1,4 @@
-"""Hugging Face folders in: config and weights, read tensor by tensor from safetensors.
+"""Hugging Face folders in: config and weights, read from safetensors slice by slice.
 
 Every name, shape and layout comes from `jaxrl.models.weights`. Nothing is filled in silently: a
 checkpoint that does not fit the config exactly is refused with the full list of what is wrong.
@@ -6,24 +6,20 @@ checkpoint that does not fit the config exactly is refused with the full list of
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import ml_dtypes  # noqa: F401  (makes numpy, and so safetensors, know bfloat16)
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from jaxrl.checkpoint.hf_files import INDEX_NAME, WEIGHTS_NAME
+from jaxrl.checkpoint.boxes import PIECE_BYTES, Box, box_of, moved, pieces, sizes
+from jaxrl.checkpoint.hf_placed import local_boxes, on_devices, on_host
+from jaxrl.checkpoint.hf_stored import FLOATS, StoredTensor, json_object, stored_tensors
 from jaxrl.errors import ConversionError
 from jaxrl.models import ModelConfig, Weight, weight_table
 
 _HEAD = "lm_head.weight"
 _EMBED = "model.embed_tokens.weight"
-_FLOATS = ("F32", "BF16", "F16", "F64")
 # Tensors that older libraries store although they follow from the config.
 _COMPUTED = ("rotary_emb.inv_freq",)
 
@@ -34,22 +30,6 @@ class HasVocabulary(Protocol):
     def get_vocab(self) -> Mapping[str, int]:
         """Token -> id, added tokens included."""
         ...
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor in a file: what its header says, and how to read it."""
-
-    file: Path
-    handle: Any
-    shape: tuple[int, ...]
-    dtype: str
-
-    def read(self, name: str) -> np.ndarray:
-        try:
-            return self.handle.get_tensor(name)
-        except SafetensorError as error:
-            raise ConversionError(f"{self.file}: cannot read {name}: {error}") from error
 
 
 def load_hf_config(folder: str | Path) -> dict[str, Any]:
@@ -71,25 +51,32 @@ def load_hf_config(folder: str | Path) -> dict[str, Any]:
             f"{folder} has no config.json, so it is no Hugging Face model folder; "
             "give the folder that holds config.json and the safetensors files"
         )
-    return _json_object(path)
+    return json_object(path)
 
 
 def load_params(
-    folder: str | Path, config: ModelConfig, *, with_head: bool = True, dtype: str = "float32"
+    folder: str | Path,
+    config: ModelConfig,
+    *,
+    with_head: bool = True,
+    dtype: str = "float32",
+    shardings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Reads a model's weights into the nested dict that `jaxrl.models.Model` takes.
 
-    One tensor is read at a time, straight into its place in the stacked arrays, so the peak is
-    about one copy of the parameters.
+    Large tensors are read in pieces, straight into their place, so that the peak is what is
+    returned and about 100 MiB. With `shardings` what is returned lies on the devices, and each
+    process reads only what its own devices hold.
 
     Args:
         folder: A Hugging Face model folder: `model.safetensors`, or shards with their index.
         config: The model to read; usually `ModelConfig.from_hf(load_hf_config(folder))`.
         with_head: False leaves out an untied output head, e.g. for the trunk of a critic.
         dtype: Of the arrays returned; float32, bfloat16 and float16 files can be read.
+        shardings: A nested dict that has a NamedSharding for each parameter; None: numpy arrays.
 
     Returns:
-        A nested dict of numpy arrays, layers stacked on a leading axis.
+        A nested dict of numpy or jax arrays, layers stacked on a leading axis.
 
     Raises:
         ConversionError: Listing all missing, unexpected, wrong-shape and wrong-type tensors; or
@@ -103,6 +90,7 @@ def load_params(
         dtype=dtype,
         spare={_HEAD} if tied or not with_head else set(),
         tied=tied and with_head,
+        shardings=shardings,
     )
 
 
@@ -113,6 +101,7 @@ def read_weights(
     dtype: str,
     spare: Collection[str] = (),
     tied: bool = False,
+    shardings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Reads the weights of `table`, and insists that the folder holds these and no others.
 
@@ -122,21 +111,22 @@ def read_weights(
         dtype: Of the arrays returned, a value head's aside: that is float32 everywhere.
         spare: Names that may be in the folder besides, and are not read.
         tied: Whether an output head, if there is one, must equal the embedding.
+        shardings: See `load_params`.
 
     Raises:
         ConversionError: See `load_params`.
     """
     params: dict[str, Any] = {}
-    with _stored_tensors(Path(folder)) as stored:
+    with stored_tensors(Path(folder)) as stored:
         _check(Path(folder), table, stored, spare)
         if tied and _HEAD in stored:
-            _check_tied(Path(folder), stored)
+            _check_tied(Path(folder), table, stored, shardings)
         for weight in table:
-            kept = "float32" if weight.path[0] == "value_head" else dtype
-            array = np.empty(weight.full_shape, np.dtype(kept))
-            for layer, name in enumerate(weight.hf_names()):
-                target = array[layer] if weight.stacked else array
-                target[...] = weight.from_hf(stored[name].read(name))
+            kept = np.dtype("float32" if weight.path[0] == "value_head" else dtype)
+            if shardings is None:
+                array = on_host(weight, stored, kept)
+            else:
+                array = on_devices(weight, stored, kept, _at(shardings, weight.path))
             _put(params, weight.path, array)
     return params
 
@@ -164,7 +154,10 @@ def check_tokenizer_fits(tokenizer: HasVocabulary, config: ModelConfig) -> None:
 
 
 def _check(
-    folder: Path, table: Sequence[Weight], stored: Mapping[str, _Stored], spare: Collection[str]
+    folder: Path,
+    table: Sequence[Weight],
+    stored: Mapping[str, StoredTensor],
+    spare: Collection[str],
 ) -> None:
     """Raises one error with everything in which the files differ from the table."""
     wanted = {name: weight.hf_shape for weight in table for name in weight.hf_names()}
@@ -175,8 +168,8 @@ def _check(
                 faults.append(f"unexpected: {name} {list(found.shape)}")
         elif found.shape != wanted[name]:
             faults.append(f"wrong shape: {name} {list(found.shape)}, expected {list(wanted[name])}")
-        elif found.dtype not in _FLOATS:
-            faults.append(f"wrong type: {name} {found.dtype}, expected one of {', '.join(_FLOATS)}")
+        elif found.dtype not in FLOATS:
+            faults.append(f"wrong type: {name} {found.dtype}, expected one of {', '.join(FLOATS)}")
     if faults:
         hint = ""
         if f"missing: {_HEAD}" in faults:
@@ -188,9 +181,20 @@ def _check(
         )
 
 
-def _check_tied(folder: Path, stored: Mapping[str, _Stored]) -> None:
-    head, embed = stored[_HEAD].read(_HEAD), stored[_EMBED].read(_EMBED)
-    if head.shape != embed.shape or not np.array_equal(head, embed):
+def _check_tied(
+    folder: Path,
+    table: Sequence[Weight],
+    stored: Mapping[str, StoredTensor],
+    shardings: Mapping[str, Any] | None,
+) -> None:
+    """Compares, in pieces, what this process is about to read of the embedding with the head."""
+    head, embed = stored[_HEAD], stored[_EMBED]
+    weight = next(weight for weight in table if weight.hf_name == _EMBED)
+    boxes = [box_of(embed.shape)]
+    if shardings is not None:
+        boxes = local_boxes(weight, _at(shardings, weight.path))
+    same = head.dtype in FLOATS and head.shape == embed.shape
+    if not same or not all(_same(head, embed, box) for box in boxes):
         raise ConversionError(
             f"{folder}: config says tie_word_embeddings: true, but {_HEAD} {list(head.shape)} is "
             f"not equal to {_EMBED} {list(embed.shape)}. One of them would be lost: set "
@@ -198,60 +202,20 @@ def _check_tied(folder: Path, stored: Mapping[str, _Stored]) -> None:
         )
 
 
-@contextmanager
-def _stored_tensors(folder: Path) -> Iterator[dict[str, _Stored]]:
-    """Opens the folder's safetensors files and gives all tensors by name, unread."""
-    stored: dict[str, _Stored] = {}
-    with ExitStack() as stack:
-        for path in _weight_files(folder):
-            try:
-                handle = stack.enter_context(safe_open(path, framework="numpy"))
-            except (SafetensorError, OSError) as error:
-                raise ConversionError(
-                    f"{path} is cut short or is no safetensors file ({error}); fetch it again"
-                ) from error
-            for name in handle.keys():
-                if name in stored:
-                    raise ConversionError(f"{name} is both in {stored[name].file} and in {path}")
-                part = handle.get_slice(name)
-                stored[name] = _Stored(path, handle, tuple(part.get_shape()), part.get_dtype())
-        yield stored
+def _same(one: StoredTensor, other: StoredTensor, box: Box) -> bool:
+    start = [begin for begin, _ in box]
+    cut = pieces(sizes(box), range(len(box)), PIECE_BYTES // 4)
+    parts = (moved(piece, start) for piece in cut)
+    return all(np.array_equal(one.read(box=part), other.read(box=part)) for part in parts)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    single, index = folder / WEIGHTS_NAME, folder / INDEX_NAME
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        others = sorted(path.name for path in folder.glob("*.bin"))
-        advice = (
-            f"it has {', '.join(others)}: pickled weights are not read, convert them first with "
-            "transformers' save_pretrained"
-            if others
-            else "give a folder that holds safetensors files"
-        )
-        raise ConversionError(f"{folder} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; {advice}")
-    weight_map = _json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConversionError(f"{index} has no weight_map; fetch it again")
-    files = sorted({folder / name for name in weight_map.values()})
-    absent = [str(path) for path in files if not path.is_file()]
-    if absent:
-        raise ConversionError(f"{index} names files that are missing: {', '.join(absent)}")
-    return files
+def _at(tree: Mapping[str, Any], path: Sequence[str]) -> Any:
+    for name in path:
+        tree = tree[name]
+    return tree
 
 
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConversionError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
-
-
-def _put(tree: dict[str, Any], path: tuple[str, ...], value: np.ndarray) -> None:
+def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     for name in path[:-1]:
         tree = tree.setdefault(name, {})
     tree[path[-1]] = value

@@ -55,7 +55,12 @@ def load_trunk_config(folder: str | Path) -> tuple[ModelConfig, Kind]:
 
 
 def load_classifier(
-    folder: str | Path, config: ModelConfig, kind: Kind, *, dtype: str = "float32"
+    folder: str | Path,
+    config: ModelConfig,
+    kind: Kind,
+    *,
+    dtype: str = "float32",
+    shardings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The trunk's parameters, and a "value_head": "kernel" [hidden, 1], for tokens "bias" [1] too.
 
@@ -64,11 +69,12 @@ def load_classifier(
         config: Its decoder, from `load_trunk_config`.
         kind: Which classifier, from there too.
         dtype: Of the trunk; the value head is float32 always.
+        shardings: See `jaxrl.checkpoint.hf.load_params`.
 
     Raises:
         ConversionError: Listing missing, unexpected, wrong-shape and wrong-type tensors.
     """
-    return read_weights(folder, _table(config, kind), dtype=dtype)
+    return read_weights(folder, _table(config, kind), dtype=dtype, shardings=shardings)
 
 
 def export_critic(
