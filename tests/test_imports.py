@@ -43,12 +43,13 @@ MATHS = sorted(LAYERS["maths"])
 HOMES = {
     "flax": ("models/",),
     "orbax": ("checkpoint/state.py",),
+    "tensorstore": ("checkpoint/stream.py",),
     "safetensors": ("checkpoint/hf",),
     "omegaconf": ("config_io.py",),
     "httpx": ("http_client.py",),
     "torch": (),
 }
-HEAVY = (*HOMES, "optax", "transformers", "datasets", "tensorstore", "matplotlib", "rich")
+HEAVY = (*HOMES, "optax", "transformers", "datasets", "matplotlib", "rich")
 
 
 def modules() -> list[Path]:

@@ -36,6 +36,7 @@ from jaxrl.checkpoint.folders import (
     whole,
 )
 from jaxrl.checkpoint.leaves import differences, local_bytes, named_leaves, nested, spec
+from jaxrl.checkpoint.stream import cuts, stored_arrays
 from jaxrl.checkpoint.whole import damage
 from jaxrl.errors import CheckpointError, ConfigError
 from jaxrl.processes import ALONE, Peers
@@ -77,16 +78,17 @@ class CheckpointStore:
         """
         earlier = self._settled()
         leaves = named_leaves(state)
+        arrays = {name: spec(leaf) for name, leaf in leaves.items()}
         host_text = self._host_text(host)
         built = unfinished(self.folder, step)
         self._peers.together(
             "a new checkpoint", lambda: self._begin(built, step, leaves, host_text)
         )
         try:
-            self._orbax.save(built / ARRAYS, args=ocp.args.PyTreeSave(leaves))
+            how = {name: ocp.SaveArgs(**cuts(name, *arrays[name])) for name in leaves}
+            self._orbax.save(built / ARRAYS, args=ocp.args.PyTreeSave(leaves, save_args=how))
         except Exception as error:
             raise self._failed(step, error) from error
-        arrays = {name: spec(leaf) for name, leaf in leaves.items()}
         # Not a daemon: an interpreter that ends in the middle waits for the checkpoint.
         self._writer = threading.Thread(
             target=self._finish, args=(step, arrays), name="checkpoint-writer"
@@ -159,6 +161,21 @@ class CheckpointStore:
         arrays = self._read(
             found.path, {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
         )
+        return nested(arrays, part), self._host(found.path)
+
+    def stored(self, step: int, part: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A part of the state, to be read slice by slice, and the host part.
+
+        Args:
+            step: one of `steps()`.
+            part: a field of TrainState: policy_params, or value_params (empty: it has no critic).
+
+        Returns:
+            Nested dicts of `StoredArray`; and what `restore` gives besides.
+        """
+        found = self._open(step)
+        names = [name for name in found.manifest["arrays"] if name.startswith(f"{part}/")]
+        arrays = stored_arrays(found.path / ARRAYS, names)
         return nested(arrays, part), self._host(found.path)
 
     def _scan(self) -> list[Found]:
