@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def _export(ready: Run, state: TrainState) -> Path:
     if ready.peers.leads:
         return export_hf(out, params, ready.model.config, source=ready.config.model.path)
     for tensor in hf_tensors(params, ready.model.config):
-        tensor.make()
+        deque(tensor.pieces(), maxlen=0)
     return out
 
 

@@ -1,6 +1,7 @@
 """Hugging Face folders out: what `AutoModelForCausalLM.from_pretrained` and servers load.
 
-Tensors are fetched from the devices, turned into Hugging Face's layout and written one at a time.
+Tensors are fetched from the devices, or from a checkpoint on disk, turned into Hugging Face's
+layout and written a piece at a time: the host needs room for a few pieces, not for the model.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.checkpoint.boxes import PIECE_BYTES, Box, box_of, pieces
+from jaxrl.checkpoint.fetch import fetch, unit_of
 from jaxrl.checkpoint.hf import load_hf_config
-from jaxrl.checkpoint.hf_files import TensorSource, whole_folder, write_json, write_weights
+from jaxrl.checkpoint.hf_files import Piece, TensorSource, whole_folder, write_json, write_weights
 from jaxrl.errors import ConversionError
 from jaxrl.models import ModelConfig, Weight, weight_table
-from jaxrl.sharding import to_host
 
 # Everything a server needs beside config and weights, where the source folder has it.
 _COPIED = (
@@ -51,8 +53,9 @@ def export_hf(
 
     Args:
         out: The folder to write. An older model folder there is replaced at the very end.
-        params: The decoder's parameters, numpy or jax arrays, as `load_params` returns them. A
-            `value_head` among them is left out; anything else that has no place is refused.
+        params: The decoder's parameters as `load_params` returns them: numpy or jax arrays, or
+            those of `CheckpointStore.stored`. A `value_head` among them is left out; anything else
+            that has no place is refused.
         config: What the parameters are.
         source: A Hugging Face folder of the same model, whose config (with the dtype changed),
             generation config, tokenizer files and chat template are taken over. Without it there is
@@ -98,7 +101,8 @@ def hf_tensors(params: Mapping[str, Any], config: ModelConfig) -> list[TensorSou
     """All tensors of a policy in Hugging Face's names and layout, sorted by name.
 
     Args:
-        params: The decoder's parameters; see `export_hf`.
+        params: The decoder's parameters; see `export_hf`. If they lie on the devices of several
+            processes, each process asks for the same tensors, or pieces, in the same order.
         config: What they are.
 
     Returns:
@@ -118,8 +122,9 @@ def table_tensors(params: Mapping[str, Any], table: Sequence[Weight]) -> list[Te
     tensors = []
     for weight in table:
         for layer, name in enumerate(weight.hf_names()):
-            make = partial(_hf_tensor, weight, leaves[weight.path], layer)
-            tensors.append(TensorSource(name, weight.hf_shape, make))
+            where = (weight, leaves[weight.path], layer)
+            make, cut = partial(_hf_tensor, *where), partial(_hf_pieces, *where)
+            tensors.append(TensorSource(name, weight.hf_shape, make, cut))
     return sorted(tensors, key=lambda tensor: tensor.name)
 
 
@@ -166,8 +171,22 @@ def _check_fit(leaves: Mapping[tuple[str, ...], Any], table: Sequence[Weight]) -
 
 
 def _hf_tensor(weight: Weight, leaf: Any, layer: int) -> np.ndarray:
-    # Sliced before it leaves the device: a stacked leaf can be a large part of the model.
-    return weight.to_hf(to_host(leaf[layer] if weight.stacked else leaf))
+    return weight.to_hf(_fetched(weight, leaf, layer, box_of(weight.shape)))
+
+
+def _hf_pieces(weight: Weight, leaf: Any, layer: int) -> Iterator[Piece]:
+    """One layer, in pieces that are long stretches of the file, or whole chunks of a checkpoint."""
+    unit = unit_of(leaf)
+    order = [weight.order.index(axis) for axis in range(len(weight.split))]
+    own = unit[1:] if unit and weight.stacked else unit
+    for box in pieces(weight.shape, order, PIECE_BYTES // 4, own):
+        array = _fetched(weight, leaf, layer, box)
+        yield Piece(weight.split, tuple(box[axis] for axis in order), array.transpose(order))
+
+
+def _fetched(weight: Weight, leaf: Any, layer: int, box: Box) -> np.ndarray:
+    # Cut before it leaves the device: a stacked leaf can be a large part of the model.
+    return fetch(leaf, ((layer, layer + 1), *box))[0] if weight.stacked else fetch(leaf, box)
 
 
 def _leaves(

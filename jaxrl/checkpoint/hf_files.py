@@ -1,23 +1,26 @@
-"""Writing model folders: one tensor at a time, and folders that appear whole or not at all.
+"""Writing model folders: one piece at a time, and folders that appear whole or not at all.
 
 The safetensors format is an 8-byte little-endian header length, a JSON header that gives each
 tensor's dtype, shape and byte range, and the raw bytes. Writing it directly lets an export hold
-one tensor in memory at a time instead of a whole shard.
+one piece of a tensor in memory at a time instead of a whole file.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from jaxrl.checkpoint.boxes import Box, box_of, runs, sizes
 from jaxrl.errors import ConversionError
 
 WEIGHTS_NAME = "model.safetensors"
@@ -30,6 +33,16 @@ DTYPES: dict[str, tuple[np.dtype, str]] = {
 }
 
 
+class Piece(NamedTuple):
+    """A part of a tensor that is being written."""
+
+    shape: tuple[int, ...]
+    """The tensor's, or another of as many elements that it is seen as."""
+    box: Box
+    """Which part of that."""
+    array: np.ndarray
+
+
 @dataclass(frozen=True)
 class TensorSource:
     """A tensor that is made only when it is written.
@@ -37,21 +50,38 @@ class TensorSource:
     Args:
         name: Its name in the file.
         shape: Its shape, needed before it exists: the header comes first.
-        make: Returns the array; called exactly once.
+        make: Returns the array.
+        cut: Makes it in pieces instead, that cover it once; None: it comes in one.
     """
 
     name: str
     shape: tuple[int, ...]
     make: Callable[[], np.ndarray]
+    cut: Callable[[], Iterator[Piece]] | None = None
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
+
+    def pieces(self) -> Iterator[Piece]:
+        """The tensor, a piece at a time.
+
+        Raises:
+            ConversionError: One comes out in another shape than said.
+        """
+        whole = box_of(self.shape)
+        cut = self.cut or (lambda: iter([Piece(self.shape, whole, self.make())]))
+        for piece in cut():
+            if piece.array.shape != sizes(piece.box):
+                raise ConversionError(
+                    f"{self.name} has shape {piece.array.shape}, expected {sizes(piece.box)}"
+                )
+            yield piece
 
 
 def write_safetensors(path: Path, tensors: Sequence[TensorSource], dtype: str) -> None:
-    """Writes tensors to one safetensors file, in the order given, one in memory at a time.
+    """Writes tensors to one safetensors file, in the order given, one piece in memory at a time.
 
     Args:
         path: The file to write.
@@ -63,7 +93,7 @@ def write_safetensors(path: Path, tensors: Sequence[TensorSource], dtype: str) -
     """
     numpy_dtype, header_dtype = _dtype(dtype)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
+    begins, offset = [], 0
     for tensor in tensors:
         end = offset + tensor.size * numpy_dtype.itemsize
         header[tensor.name] = {
@@ -71,23 +101,31 @@ def write_safetensors(path: Path, tensors: Sequence[TensorSource], dtype: str) -
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
+        begins.append(offset)
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # keeps the data aligned
+    head = len(text).to_bytes(8, "little") + text
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for tensor in tensors:
-            array = tensor.make()
-            if array.shape != tensor.shape:
-                raise ConversionError(
-                    f"{tensor.name} has shape {array.shape}, expected {tensor.shape}"
-                )
-            # A transposed view would be written in the order of its memory, not of its indices.
-            array = np.ascontiguousarray(array, dtype=numpy_dtype)
-            file.write(array.reshape(-1).view(np.uint8).data)
+        file.write(head)
+        file.truncate(len(head) + offset)
         file.flush()
+        for tensor, begin in zip(tensors, begins, strict=True):
+            for piece in tensor.pieces():
+                _write_piece(file.fileno(), len(head) + begin, piece, numpy_dtype)
         os.fsync(file.fileno())
+
+
+def _write_piece(handle: int, begin: int, piece: Piece, dtype: np.dtype) -> None:
+    # A transposed view would be written in the order of its memory, not of its indices.
+    data = np.ascontiguousarray(piece.array, dtype=dtype).reshape(-1).view(np.uint8).data
+    starts, length = runs(piece.shape, piece.box)
+    span = length * dtype.itemsize
+    for number, start in enumerate(starts.tolist()):
+        rest, at = data[number * span : (number + 1) * span], begin + start * dtype.itemsize
+        while rest:
+            count = os.pwrite(handle, rest, at)
+            rest, at = rest[count:], at + count
 
 
 def write_weights(

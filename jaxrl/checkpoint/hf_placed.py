@@ -19,13 +19,13 @@ from jaxrl.checkpoint.boxes import PIECE_BYTES, Box, box_of, joined, moved, piec
 from jaxrl.checkpoint.hf_stored import StoredTensor
 from jaxrl.models import Weight
 
-__all__ = ["file_order", "local_boxes", "on_devices", "on_host"]
+__all__ = ["local_boxes", "on_devices", "on_host"]
 
 
 def on_host(weight: Weight, stored: Mapping[str, StoredTensor], dtype: np.dtype) -> np.ndarray:
     """All of a weight, layers stacked."""
     array = np.empty(weight.full_shape, dtype)
-    for box in pieces(array.shape, file_order(weight), PIECE_BYTES // dtype.itemsize):
+    for box in pieces(array.shape, _file_order(weight), PIECE_BYTES // dtype.itemsize):
         _fill(array[slices(box)], weight, stored, box)
     return array
 
@@ -41,7 +41,7 @@ def on_devices(
     devices = _devices(weight, sharding)
     most = PIECE_BYTES // dtype.itemsize // sum(map(len, devices.values()))
     array = None
-    for piece in pieces(shard, file_order(weight), most):
+    for piece in pieces(shard, _file_order(weight), most):
         boxes = {box: moved(piece, [start for start, _ in box]) for box in devices}
         read = _read(weight, stored, dtype, list(boxes.values()))
         there = [
@@ -69,7 +69,7 @@ def local_boxes(weight: Weight, sharding: NamedSharding) -> list[Box]:
     return list(_devices(weight, sharding))
 
 
-def file_order(weight: Weight) -> tuple[int, ...]:
+def _file_order(weight: Weight) -> tuple[int, ...]:
     """Our axes from the outermost to the innermost of the file, layers before all."""
     ours = tuple(weight.order.index(axis) for axis in range(len(weight.split)))
     return (0, *(axis + 1 for axis in ours)) if weight.stacked else ours
