@@ -13,7 +13,7 @@ from jaxrl.config import Config
 from jaxrl.models import ModelConfig, weight_table
 from jaxrl.types import Trajectory
 
-__all__ = ["iteration_flops", "layer_parameters", "sequence_flops"]
+__all__ = ["iteration_flops", "layer_parameters", "longest_flops", "sequence_flops"]
 
 _FORWARD, _TRAIN = 1, 3  # a backward pass costs two forward ones
 
@@ -47,16 +47,39 @@ def iteration_flops(
     they share it (packing.share_prompts). A critic of its own adds a trunk without head to
     score and update, a reference one forward pass to score.
     """
-    own_trunk = config.needs_critic and config.critic.kind == "model"
-    rollout = score = update = 0.0
+    found = {"rollout": 0.0, "score": 0.0, "update": 0.0}
     for t in trajectories:
-        total, prompt, policy = len(t.ids), len(t.prompt.ids), sum(t.mask)
-        whole = sequence_flops(model, total, policy)
-        trunk = sequence_flops(model, total, 0) if own_trunk else 0.0
-        spared = sequence_flops(model, prompt, 0) * (1.0 - 1.0 / config.rollout.samples)
-        rollout += sequence_flops(model, total, len(t.response_ids)) - spared
-        if config.packing.share_prompts:
-            whole, trunk = whole - spared, trunk - spared * own_trunk
-        score += _FORWARD * (whole * (1 + config.needs_reference) + trunk)
-        update += _TRAIN * (whole + trunk) * config.algorithm.epochs
-    return {"rollout": rollout, "score": score, "update": update}
+        one = _of_one(config, model, len(t.prompt.ids), len(t.response_ids), sum(t.mask))
+        found = {stage: found[stage] + one[stage] for stage in found}
+    return found
+
+
+def longest_flops(
+    config: Config, model: ModelConfig, response_tokens: int | None = None
+) -> dict[str, float]:
+    """The same for an iteration of the longest prompts, each response of that many tokens.
+
+    None: of rollout.max_new_tokens.
+    """
+    new = config.rollout.max_new_tokens if response_tokens is None else response_tokens
+    one = _of_one(config, model, config.data.max_prompt_tokens, new, new)
+    return {stage: config.trajectories * flops for stage, flops in one.items()}
+
+
+def _of_one(
+    config: Config, model: ModelConfig, prompt: int, response: int, policy: int
+) -> dict[str, float]:
+    """FLOPs of one trajectory: tokens of its prompt, its response, and those that are trained."""
+    own_trunk = config.needs_critic and config.critic.kind == "model"
+    total = prompt + response
+    whole = sequence_flops(model, total, policy)
+    trunk = sequence_flops(model, total, 0) if own_trunk else 0.0
+    spared = sequence_flops(model, prompt, 0) * (1.0 - 1.0 / config.rollout.samples)
+    rollout = sequence_flops(model, total, response) - spared
+    if config.packing.share_prompts:
+        whole, trunk = whole - spared, trunk - spared * own_trunk
+    return {
+        "rollout": rollout,
+        "score": _FORWARD * (whole * (1 + config.needs_reference) + trunk),
+        "update": _TRAIN * (whole + trunk) * config.algorithm.epochs,
+    }
