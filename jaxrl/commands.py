@@ -46,10 +46,30 @@ def run(config: Config, peers: Peers = ALONE) -> int:
             save_config(config, folder / "config.yaml")
             _write_provenance(folder)
         with closing(build(config, peers)) as ready:
+            if peers.leads:
+                print(_where(ready), flush=True)
             state = train(ready, store, start(ready, store))
             _close_run(ready, state)
     peers.close()
     return 0 if int(state.iteration) == config.iterations else 3
+
+
+def _where(ready: Run) -> str:
+    """What this run computes on, and how attention is computed there."""
+    mesh, packing = ready.mesh, ready.config.packing
+    sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    ways = {
+        length: ready.model.attention_for(length, branches=packing.share_prompts)
+        for length in packing.row_lengths
+    }
+    attention = ", ".join(
+        f"{way} (rows of {'/'.join(str(n) for n in ways if ways[n] == way)})"
+        for way in dict.fromkeys(ways.values())
+    )
+    return (
+        f"{mesh.size} {mesh.devices.flat[0].platform} device(s): {sizes}; "
+        f"{ready.peers.count} process(es); attention {attention}"
+    )
 
 
 def _run_folder(config: Config) -> Path:

@@ -25,11 +25,12 @@ __all__ = ["init_value_params", "make_forward"]
 _TRUNK = ("embed", "layers", "norm")
 
 
-def make_forward(model: Model, critic: CriticConfig | None) -> Forward:
+def make_forward(model: Model, critic: CriticConfig | None, *, branches: bool = True) -> Forward:
     """The callables the steps need.  critic None: no value function (advantage_mode grpo).
 
     V(state before token t) is read where token t is predicted: at the position before it. Values
-    are never divided by the sampling temperature.
+    are never divided by the sampling temperature. Where no two responses share a prompt
+    (`packing.share_prompts`), a segment has one branch, and attention need not look at them.
     """
     mesh = model.mesh
     split = None if mesh is None or mesh.size == 1 else HeadSplit(mesh)
@@ -40,8 +41,11 @@ def make_forward(model: Model, critic: CriticConfig | None) -> Forward:
         kernel = TiedHead(params["embed"]["weight"]) if tied else model.head(params)
         return PlacedHead(kernel, jnp.dtype(model.dtype), split)
 
+    def trunk_of(params: Any, *inputs: jax.Array) -> jax.Array:
+        return model.hidden(params, *(inputs if branches else inputs[:-1]))
+
     if critic is None:
-        return Forward(model.hidden, head, None)
+        return Forward(trunk_of, head, None)
 
     def head_values(value_params: Any, hidden: jax.Array, packed: PackedBatch) -> jax.Array:
         trunk = hidden if critic.trunk_gradient else lax.stop_gradient(hidden)
@@ -49,10 +53,10 @@ def make_forward(model: Model, critic: CriticConfig | None) -> Forward:
 
     def own_values(value_params: Any, hidden: jax.Array, packed: PackedBatch) -> jax.Array:
         del hidden
-        own = model.hidden(value_params["trunk"], *row_inputs(packed))
+        own = trunk_of(value_params["trunk"], *row_inputs(packed))
         return value_head_apply(value_params["value_head"], predicting_hidden(own, packed))
 
-    return Forward(model.hidden, head, own_values if critic.kind == "model" else head_values)
+    return Forward(trunk_of, head, own_values if critic.kind == "model" else head_values)
 
 
 def init_value_params(

@@ -26,6 +26,7 @@ __all__ = [
     "own_mesh",
     "param_sharding",
     "place",
+    "platform_of",
     "replicated",
     "to_host",
     "row_multiple",
@@ -130,6 +131,11 @@ def own_mesh(mesh: Mesh) -> Mesh:
     if len(own) == mesh.size:
         return mesh
     return Mesh(np.asarray(own).reshape(1, -1, 1), mesh.axis_names)
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    """What kind of devices a step runs on: those of its mesh, which need not be there."""
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
 def row_multiple(mesh: Mesh) -> int:

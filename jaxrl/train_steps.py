@@ -44,12 +44,19 @@ class Steps:
 
 def make_model(config: Config, model_config: ModelConfig, mesh: Mesh) -> Model:
     """The decoder as the run's settings and devices want it."""
-    return Model(model_config, dtype=config.model.dtype, remat=config.model.remat, mesh=mesh)
+    return Model(
+        model_config,
+        dtype=config.model.dtype,
+        remat=config.model.remat,
+        attention=config.model.attention,
+        mesh=mesh,
+    )
 
 
 def make_steps(config: Config, model: Model, mesh: Mesh, optimizers: Optimizers) -> Steps:
     """Score, advantage and update, jitted with the shardings of what they return."""
-    forward = make_forward(model, config.critic if config.needs_critic else None)
+    critic = config.critic if config.needs_critic else None
+    forward = make_forward(model, critic, branches=config.packing.share_prompts)
     shared: dict[str, Any] = {
         "chunk_size": config.logprob.chunk_size,
         "temperature": config.rollout.temperature,

@@ -27,6 +27,10 @@ class PolicyConfig:
     """Compute dtype; master weights, optimizer state, logits and losses are float32 anyway."""
     remat: Literal["none", "dots", "full"] = "full"
     """What a layer recomputes in the backward pass: nothing, all but matrix products, all."""
+    attention: Literal["auto", "dense", "blockwise", "splash"] = "auto"
+    """dense: scores of all pairs of a row at once; blockwise: memory linear in the row length, and
+    faster beyond 256 tokens; splash: JAX's TPU kernel, which cannot share prompts. auto takes what
+    suits length and device; every run says at its start what that is."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,14 +10,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl.errors import ConfigError
 from jaxrl.models.blockwise import blockwise_attention
 from jaxrl.models.sight import Sight
-from jaxrl.sharding import BATCH_AXES, row_multiple
+from jaxrl.models.splash import splash_attention, splash_refusal
+from jaxrl.sharding import BATCH_AXES, platform_of, row_multiple
 
 __all__ = ["METHODS", "attention", "chosen_method", "local_attention"]
 
-METHODS = ("auto", "dense", "blockwise")
-"""Scores of all pairs at once; block by block; whichever the length asks for."""
+METHODS = ("auto", "dense", "blockwise", "splash")
+"""What length and device ask for; scores of all pairs at once; block by block; a TPU kernel."""
 
 # Finite, so that a query which sees nothing (padding in a cache) averages instead of making NaN.
 _HIDDEN_SCORE = -1e30
@@ -28,13 +29,29 @@ _BLOCK_CPU, _BLOCK_ACCELERATOR = 128, 512
 """Queries, and keys, of a block."""
 
 
-def chosen_method(method: str, queries: int, keys: int) -> str:
-    """What `auto` stands for at these lengths; a single query never has a square of scores."""
+def chosen_method(method: str, mesh: Mesh | None, sight: Sight, head_dim: int) -> str:
+    """What `method` comes to for these queries and keys.
+
+    A single query never has a square of scores, so decoding is dense whatever was asked for.
+
+    Raises:
+        ConfigError: "splash" was asked for and cannot do it.
+    """
+    queries, keys = sight.q_segments.shape[1], sight.k_segments.shape[1]
     if queries == 1:
         return "dense"
+    refusal = splash_refusal(sight, head_dim)
+    if method == "splash":
+        if refusal and queries == keys:
+            raise ConfigError(
+                f"model.attention=splash is not possible: {refusal}; take auto or blockwise"
+            )
+        return "blockwise" if refusal else "splash"
     if method != "auto":
         return method
-    return "dense" if keys <= _LONGEST_DENSE else "blockwise"
+    if keys <= _LONGEST_DENSE:
+        return "dense"
+    return "splash" if platform_of(mesh) == "tpu" and not refusal else "blockwise"
 
 
 def attention(
@@ -73,6 +90,7 @@ def attention(
 
 
 def local_attention(
+    method: str,
     mesh: Mesh | None,
     q: Float[Array, "batch query heads head_dim"],
     k: Float[Array, "batch key kv_heads head_dim"],
@@ -80,19 +98,25 @@ def local_attention(
     sight: Sight,
     window: Int[Array, ""],
 ) -> Float[Array, "batch query heads head_dim"]:
-    """`blockwise_attention`, on a mesh by each device for its own rows and heads.
+    """Attention "blockwise" or "splash", on a mesh by each device for its own rows and heads.
 
     Which blocks are computed is then decided by a device's own rows, and nothing is exchanged.
     """
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    platform = platform_of(mesh)
     block = _BLOCK_CPU if platform == "cpu" else _BLOCK_ACCELERATOR
-    if mesh is None or mesh.size == 1:
+
+    def local(q: Any, k: Any, v: Any, sight: Sight, window: Any) -> jax.Array:
+        if method == "splash":
+            return splash_attention(q, k, v, sight, interpret=platform != "tpu")
         return blockwise_attention(q, k, v, sight, window, block=block)
+
+    if mesh is None or mesh.size == 1:
+        return local(q, k, v, sight, window)
     rows = BATCH_AXES if q.shape[0] % row_multiple(mesh) == 0 else None
     heads = PartitionSpec(rows, None, "tensor", None)
     seen = jax.tree.map(lambda x: PartitionSpec(rows) if jnp.ndim(x) else PartitionSpec(), sight)
     run: Any = jax.shard_map(
-        partial(blockwise_attention, block=block),
+        local,
         mesh=mesh,
         in_specs=(heads, heads, heads, seen, PartitionSpec()),
         out_specs=heads,

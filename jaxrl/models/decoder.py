@@ -36,6 +36,8 @@ class Settings(NamedTuple):
     config: ModelConfig
     dtype: Any
     mesh: Mesh | None
+    attention: str
+    """How it is computed; see `attention.METHODS`."""
 
 
 class Scene(NamedTuple):
@@ -46,7 +48,7 @@ class Scene(NamedTuple):
     sight: Sight
     """Its `first` is the first cache column to write."""
     mask: Bool[Array, "batch query key"] | None
-    """Everything a query sees but for the sliding window; None: block by block, from `sight`."""
+    """Everything a query sees but for the sliding window, where attention is dense."""
     distance: Int[Array, "batch query key"] | None
     """Query position minus key position, with a mask and when some layer has a window."""
 
@@ -72,7 +74,7 @@ class Attention(nn.Module):
         cache: KeysValues | None,
     ) -> tuple[Float[Array, "batch query embed"], KeysValues | None]:
         """Attend within x, or with a cache: write x's keys and values there and attend to it."""
-        config, dtype, mesh = self.settings
+        config, dtype, mesh, way = self.settings
         width, size = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         project = functools.partial(Projection, use_bias=config.qkv_bias, dtype=dtype, mesh=mesh)
@@ -94,7 +96,7 @@ class Attention(nn.Module):
             k, v = (lax.dynamic_index_in_dim(array, layer, 0, keepdims=False) for array in cache)
         mask = scene.mask_of(window)
         if mask is None:
-            attended = local_attention(mesh, q, k, v, scene.sight, window)
+            attended = local_attention(way, mesh, q, k, v, scene.sight, window)
         else:
             attended = attention(q, k, v, mask)
         output = Projection(
@@ -117,7 +119,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "batch query embed"]) -> Float[Array, "batch query embed"]:
         """Gated feed-forward of each position."""
-        config, dtype, mesh = self.settings
+        config, dtype, mesh, _ = self.settings
         width, inner = config.hidden_size, config.intermediate_size
         project = functools.partial(Projection, use_bias=config.mlp_bias, dtype=dtype, mesh=mesh)
         gate = project((width, inner), ("embed", "mlp"), name="gate")(x)
@@ -153,8 +155,6 @@ class Decoder(nn.Module):
 
     settings: Settings
     remat: str
-    method: str
-    """How attention is computed; see `attention.METHODS`."""
 
     @nn.compact
     def __call__(
@@ -165,9 +165,10 @@ class Decoder(nn.Module):
         cache: KeysValues | None = None,
     ) -> tuple[Float[Array, "batch query embed"], KeysValues | None]:
         """Run the stack; with a cache, keys and values go to its columns from `sight.first` on."""
-        config = self.settings.config
-        x = constrain(self.settings.mesh, _Embed(self.settings, name="embed")(tokens), STREAM)
-        scene = self._scene(positions, sight)
+        config, _, mesh, way = self.settings
+        way = chosen_method(way, mesh, sight, config.head_dim)
+        x = constrain(mesh, _Embed(self.settings, name="embed")(tokens), STREAM)
+        scene = self._scene(positions, sight, dense=way == "dense")
         count = config.num_hidden_layers
         stack = nn.scan(
             _rematerialised(self.remat),
@@ -175,20 +176,19 @@ class Decoder(nn.Module):
             split_rngs={"params": True},
             in_axes=(0, 0, nn.broadcast),  # type: ignore[arg-type]
             length=count,
-        )(self.settings, name="layers")
+        )(self.settings._replace(attention=way), name="layers")
         windows = jnp.asarray(config.windows or (0,) * count, jnp.int32)
         layers = jnp.arange(count, dtype=jnp.int32)
         (x, cache), _ = stack((x, cache), layers, windows, scene)
         return RMSNorm(config.rms_norm_eps, name="norm")(x), cache
 
-    def _scene(self, positions: Int[Array, "batch query"], sight: Sight) -> Scene:
-        config, keys = self.settings.config, sight.k_segments.shape[1]
+    def _scene(self, positions: Int[Array, "batch query"], sight: Sight, *, dense: bool) -> Scene:
+        config = self.settings.config
         cos, sin = rope_tables(config.rope, config.head_dim, positions)
-        mask = distance = None
-        if chosen_method(self.method, positions.shape[1], keys) == "dense":
-            mask = sight.everything()
-            if sight.q_positions is not None and sight.k_positions is not None:
-                distance = sight.q_positions[:, :, None] - sight.k_positions[:, None, :]
+        mask = sight.everything() if dense else None
+        distance = None
+        if dense and sight.q_positions is not None and sight.k_positions is not None:
+            distance = sight.q_positions[:, :, None] - sight.k_positions[:, None, :]
         return Scene(cos, sin, sight, mask, distance)
 
 
@@ -197,7 +197,7 @@ class _Embed(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "batch query"]) -> Float[Array, "batch query embed"]:
-        config, dtype, mesh = self.settings
+        config, dtype, mesh, _ = self.settings
         shape = (config.vocab_size, config.hidden_size)
         weight = self.param("weight", nn.initializers.normal(0.02), shape, jnp.float32)
         return embed(mesh, weight, tokens, dtype)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.attention import METHODS
+from jaxrl.models.attention import METHODS, chosen_method
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import CACHED, REMAT, Decoder, Settings
 from jaxrl.models.sight import Sight
@@ -56,7 +56,8 @@ class Model:
     remat: str = "full"
     """What a layer keeps for the backward pass: "none" (everything), "dots", "full" (its input)."""
     attention: str = "auto"
-    """"dense": scores of all pairs at once; "blockwise": memory linear in length; "auto"."""
+    """"dense": scores of all pairs at once; "blockwise", and on TPUs "splash": memory linear in
+    length; "auto"."""
     mesh: Mesh | None = None
     """Where activations are split and weights gathered for use; None: one device, or the
     compiler's choice."""
@@ -97,6 +98,14 @@ class Model:
         sight = Sight(segment_ids, segment_ids, branch_ids, branch_ids, placed, placed)
         hidden, _ = self._decoder(self.remat).apply(_trunk(params), tokens, positions, sight)
         return hidden
+
+    def attention_for(self, length: int, *, branches: bool) -> str:
+        """How attention of rows of that length is computed here, with shared prompts or without."""
+        row = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        placed = row if self.config.windows else None
+        shared = row if branches else None
+        sight: Any = Sight(row, row, shared, shared, placed, placed)  # type: ignore[arg-type]
+        return chosen_method(self.attention, self.mesh, sight, self.config.head_dim)
 
     def head(self, params: Params) -> Float[Array, "embed vocab"]:
         """The output projection; the embedding transposed where they are tied."""
@@ -159,8 +168,8 @@ class Model:
         return hidden, Cache(k=k, v=v, positions=seen, index=cache.index + tokens.shape[1])
 
     def _decoder(self, remat: str) -> Decoder:
-        settings = Settings(self.config, jnp.dtype(self.dtype), self.mesh)
-        return Decoder(settings, remat, self.attention)
+        settings = Settings(self.config, jnp.dtype(self.dtype), self.mesh, self.attention)
+        return Decoder(settings, remat)
 
     def _start(self, weight: Weight, key: jax.Array) -> jax.Array:
         if weight.kind == "normal":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.errors import ConfigError
 from jaxrl.models import Model, ModelConfig
 from jaxrl.models.attention import attention, chosen_method
 from jaxrl.models.blockwise import blockwise_attention
 from jaxrl.models.sight import Sight
+from jaxrl.models.splash import splash_attention
 
 
 def packed_row(rng: np.random.Generator, length: int, segments: int) -> tuple[Any, Any, Any]:
@@ -128,17 +131,54 @@ def test_memory_grows_with_the_length_not_its_square() -> None:
     assert temporaries(2048, "dense") > 4 * short
 
 
+def seen(queries: int, keys: int, **more: Any) -> Sight:
+    return Sight(jnp.ones((1, queries), jnp.int32), jnp.ones((1, keys), jnp.int32), **more)
+
+
+TPU: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
+BRANCHES = {"q_branches": jnp.zeros((1, 512)), "k_branches": jnp.zeros((1, 512))}
+
+
 @pytest.mark.parametrize(
-    ("method", "queries", "keys", "chosen"),
+    ("method", "mesh", "sight", "chosen"),
     [
-        ("auto", 256, 256, "dense"),
-        ("auto", 257, 257, "blockwise"),
-        ("auto", 1, 8192, "dense"),
-        ("blockwise", 8, 8, "blockwise"),
-        ("dense", 4096, 4096, "dense"),
+        ("auto", None, seen(256, 256), "dense"),
+        ("auto", None, seen(257, 257), "blockwise"),
+        ("auto", None, seen(1, 8192), "dense"),
+        ("blockwise", None, seen(8, 8), "blockwise"),
+        ("dense", None, seen(4096, 4096), "dense"),
+        ("auto", TPU, seen(512, 512), "splash"),
+        ("auto", TPU, seen(512, 512, **BRANCHES), "blockwise"),
+        ("auto", TPU, seen(520, 520), "blockwise"),
+        ("splash", TPU, seen(512, 512), "splash"),
+        ("splash", TPU, seen(512, 1024), "blockwise"),
     ],
 )
 def test_auto_takes_blocks_where_the_square_would_be_large(
-    method: str, queries: int, keys: int, chosen: str
+    method: str, mesh: Any, sight: Sight, chosen: str
 ) -> None:
-    assert chosen_method(method, queries, keys) == chosen
+    assert chosen_method(method, mesh, sight, 128) == chosen
+
+
+def test_splash_says_why_it_cannot() -> None:
+    with pytest.raises(ConfigError, match=r"packing.share_prompts=true; take auto"):
+        chosen_method("splash", TPU, seen(512, 512, **BRANCHES), 128)
+    with pytest.raises(ConfigError, match="heads of 64 features"):
+        chosen_method("splash", TPU, seen(512, 512), 64)
+
+
+def test_the_tpu_kernel_gives_the_dense_numbers_and_gradients() -> None:
+    """Interpreted on CPU: two heads a key head, three segments and padding."""
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(np.stack([packed_row(rng, 256, 3)[0], packed_row(rng, 256, 1)[0]]))
+    sight = Sight(ids, ids)
+    shapes = ((2, 256, 2, 128), (2, 256, 1, 128), (2, 256, 1, 128), (2, 256, 2, 128))
+    q, k, v, pull = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
+
+    def of(way: Any) -> Any:
+        return jax.value_and_grad(lambda *qkv: (way(*qkv) * pull).sum(), (0, 1, 2))(q, k, v)
+
+    fast = of(lambda *qkv: splash_attention(*qkv, sight, interpret=True))
+    slow = of(lambda *qkv: dense(sight, 0, *qkv))
+    for got, want in zip(jax.tree.leaves(fast), jax.tree.leaves(slow), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5, rtol=1e-5)
