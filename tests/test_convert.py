@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,18 @@ import optax
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file, save_file
 
 from jaxrl.checkpoint.hf import load_hf_config, load_params
 from jaxrl.checkpoint.state import CheckpointStore
+from jaxrl.errors import ConversionError
 from jaxrl.models import ModelConfig
 from jaxrl.types import TrainState
-from scripts import convert
 from tests.checkpoint.families import assert_same_tree, config_of, make_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import convert
+import convert_check
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +124,8 @@ def test_a_critic_is_exported_with_its_value_of_every_state(
     command = ["jaxrl-to-hf", str(tmp_path / "run"), str(out), "--critic", "--check"]
     assert convert.main([*command, "--dtype", dtype]) == 0
     printed = capsys.readouterr().out
-    assert printed.count(" agree: largest difference of values") == 2
+    assert printed.count(" agree: largest difference of values") == 1
+    assert f"checkpoint in {dtype} and export agree: 37 tensors, in every bit" in printed
     assert f"in {dtype}, the critic of step 1" in printed
 
     theirs: Any = transformers.AutoModelForTokenClassification.from_pretrained(out).eval()
@@ -130,7 +137,7 @@ def test_a_critic_is_exported_with_its_value_of_every_state(
     rounded = jax.tree.map(
         lambda x: x.astype(dtype).astype(np.float32), {**trunk, **state.value_params}
     )
-    expected = convert.values(rounded, config_of(folder), tokens)
+    expected = convert_check.values(rounded, config_of(folder), tokens)
     np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
     assert np.ptp(expected) > 0.1
 
@@ -143,6 +150,7 @@ def test_a_checkpoint_without_a_critic_has_none_to_export(
     assert convert.main(command) == 1
     assert "step 1 in" in (error := capsys.readouterr().err)
     assert "has no critic; leave out --critic" in error
+    assert convert.main([*command[:-1], "--critic-head"]) == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -180,22 +188,72 @@ def test_no_checkpoint_is_one_clear_error(
     assert not Path(out).exists()
 
 
+def test_a_critics_head_is_exported_as_a_file(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = trained(folder, 1.0, "model")
+    save(tmp_path / "run", folder, state)
+    out = tmp_path / "heads" / "head.safetensors"
+    command = ["jaxrl-to-hf", str(tmp_path / "run"), str(out), "--critic-head", "--check"]
+    assert convert.main(command) == 0
+    assert "export agree: 2 tensors, in every bit" in capsys.readouterr().out
+    head = state.value_params["value_head"]
+    found = load_file(out)
+    assert found.keys() == {"score.weight", "score.bias"}
+    np.testing.assert_array_equal(found["score.weight"], head["kernel"].T)
+    np.testing.assert_array_equal(found["score.bias"], head["bias"])
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+    assert convert.main([*command[:2], str(tmp_path / "head"), "--critic-head"]) == 1
+    assert "must be the name of a file that ends in .safetensors" in capsys.readouterr().err
+
+
+def changed(path: Path) -> None:
+    """One norm's scale in a folder becomes another, by a thousandth in one element."""
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"][5] *= 1.001
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
 def test_check_fails_where_weights_differ(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """A result that is not the source's must not pass."""
-    real = convert.load_params
+    there, out = tmp_path / "there", tmp_path / "out"
+    assert convert.main(["hf-to-jaxrl", str(folder), str(there)]) == 0
+    real = convert.export_hf
 
-    def damaged(path: Path, config: ModelConfig) -> dict[str, Any]:
-        params = real(path, config)
-        params["norm"]["scale"][5] *= 1.001
-        return params
+    def damaged(*arguments: Any, **settings: Any) -> None:
+        real(*arguments, **settings)
+        changed(out)
 
-    assert convert.main(["hf-to-jaxrl", str(folder), str(tmp_path / "there")]) == 0
-    monkeypatch.setattr(convert, "load_params", damaged)
-    out = str(tmp_path / "out")
-    assert convert.main(["jaxrl-to-hf", str(tmp_path / "there"), out, "--check"]) == 1
-    assert "checkpoint in float32 and export disagree" in capsys.readouterr().err
-    there = str(tmp_path / "there2")
-    assert convert.main(["hf-to-jaxrl", str(folder), there, "--check"]) == 1
-    assert "jaxrl and transformers disagree" in capsys.readouterr().err
+    monkeypatch.setattr(convert, "export_hf", damaged)
+    assert convert.main(["jaxrl-to-hf", str(there), str(out), "--check"]) == 1
+    error = capsys.readouterr().err
+    assert "checkpoint in float32 and export disagree in 1 tensor(s)" in error
+    assert "model.norm.weight: 1 elements, by up to" in error
+
+    def other(path: Path, config: ModelConfig) -> dict[str, Any]:
+        return load_params(out, config)
+
+    monkeypatch.setattr(convert, "load_params", other)
+    assert convert.main(["hf-to-jaxrl", str(folder), str(tmp_path / "two"), "--check"]) == 1
+    assert "source and checkpoint disagree in 1 tensor(s)" in capsys.readouterr().err
+
+
+def test_outputs_that_differ_fail_and_models_too_large_are_not_compared(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    changed(other)
+    config = config_of(folder)
+
+    def compare() -> None:
+        convert_check.compare_with_transformers(
+            folder, convert_check.logits, lambda: load_params(other, config), config
+        )
+
+    with pytest.raises(ConversionError, match="jaxrl and transformers disagree"):
+        compare()
+    monkeypatch.setattr(convert_check, "memory_available", lambda: 1000.0)
+    compare()
+    assert "transformers was not compared: both models need" in capsys.readouterr().out

@@ -14,16 +14,25 @@ from typing import Any, Literal
 
 from jaxrl.checkpoint.hf import load_hf_config, read_weights
 from jaxrl.checkpoint.hf_export import described, table_tensors, write_hf_folder
+from jaxrl.checkpoint.hf_files import TensorSource
 from jaxrl.errors import ConversionError
 from jaxrl.models import ModelConfig, Weight, score_bias, score_weight, weight_table
 from jaxrl.models.hf_config import ARCHITECTURES
 
-__all__ = ["Kind", "export_critic", "load_classifier", "load_trunk_config"]
+__all__ = [
+    "Kind",
+    "critic_tensors",
+    "export_critic",
+    "head_tensors",
+    "load_classifier",
+    "load_trunk_config",
+]
 
 Kind = Literal["ForCausalLM", "ForSequenceClassification", "ForTokenClassification"]
 """What stands above the trunk: how the name of the architecture ends."""
 
 _CLASSIFIERS: tuple[Kind, ...] = ("ForSequenceClassification", "ForTokenClassification")
+_CRITIC: Kind = "ForTokenClassification"
 # What transformers takes when a config says nothing.
 _DEFAULT_LABELS = 2
 
@@ -110,16 +119,28 @@ def export_critic(
     Raises:
         ConversionError: As `export_hf`.
     """
-    kind: Kind = "ForTokenClassification"
-    params = {name: tree for name, tree in trunk.items() if name not in ("head", "value_head")}
-    tensors = table_tensors({**params, "value_head": value_head}, _table(config, kind))
+    tensors = critic_tensors(trunk, value_head, config)
+    name = ARCHITECTURES[config.model_type].replace("ForCausalLM", _CRITIC)
     hf_config = described(config, source, dtype) | {
-        "architectures": [ARCHITECTURES[config.model_type].replace("ForCausalLM", kind)],
+        "architectures": [name],
         "id2label": {"0": "value"},
         "label2id": {"value": 0},
         "classifier_dropout": 0.0,  # else transformers drops a tenth of the states when it trains
     }
     return write_hf_folder(out, tensors, hf_config, source, dtype, max_shard_bytes)
+
+
+def critic_tensors(
+    trunk: Mapping[str, Any], value_head: Mapping[str, Any], config: ModelConfig
+) -> list[TensorSource]:
+    """All tensors of the token classifier that a critic is; arguments as for `export_critic`."""
+    params = {name: tree for name, tree in trunk.items() if name not in ("head", "value_head")}
+    return table_tensors({**params, "value_head": value_head}, _table(config, _CRITIC))
+
+
+def head_tensors(value_head: Mapping[str, Any], config: ModelConfig) -> list[TensorSource]:
+    """The critic's head alone, under the names it has in a token classifier."""
+    return table_tensors({"value_head": value_head}, [score_weight(config), score_bias()])
 
 
 def _table(config: ModelConfig, kind: Kind) -> list[Weight]:

@@ -128,6 +128,30 @@ def _write_piece(handle: int, begin: int, piece: Piece, dtype: np.dtype) -> None
             rest, at = rest[count:], at + count
 
 
+def write_file(path: str | Path, tensors: Sequence[TensorSource], dtype: str) -> Path:
+    """Writes one safetensors file that appears whole or not at all.
+
+    Args:
+        path: Its name, ending in .safetensors; an older file of that name is replaced.
+        tensors: What to write.
+        dtype: "float32" or "bfloat16".
+
+    Raises:
+        ConversionError: It is named otherwise, or is a folder.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors" or path.is_dir():
+        raise ConversionError(f"{path} must be the name of a file that ends in .safetensors")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        write_safetensors(partial, tensors, dtype)
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
 def write_weights(
     folder: Path, tensors: Sequence[TensorSource], *, dtype: str, max_shard_bytes: int
 ) -> None:

@@ -82,7 +82,7 @@ class StoredTensor:
 
 @contextmanager
 def stored_tensors(folder: Path) -> Iterator[dict[str, StoredTensor]]:
-    """Opens the folder's safetensors files and gives all tensors by name, unread.
+    """Opens a folder's safetensors files, or a single one, and gives all tensors by name, unread.
 
     Raises:
         ConversionError: Naming the file that is missing, cut short or not safetensors, or the
@@ -137,6 +137,8 @@ def _header(path: Path, handle: int) -> Iterator[StoredTensor]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
+    if folder.is_file():
+        return [folder]
     single, index = folder / WEIGHTS_NAME, folder / INDEX_NAME
     if single.is_file():
         return [single]

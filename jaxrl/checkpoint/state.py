@@ -163,20 +163,17 @@ class CheckpointStore:
         )
         return nested(arrays, part), self._host(found.path)
 
-    def stored(self, step: int, part: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A part of the state, to be read slice by slice, and the host part.
+    def stored(self, step: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Policy and critic (empty: there is none), to be read slice by slice, and the host part.
 
-        Args:
-            step: one of `steps()`.
-            part: a field of TrainState: policy_params, or value_params (empty: it has no critic).
-
-        Returns:
-            Nested dicts of `StoredArray`; and what `restore` gives besides.
+        Both are nested dicts of `StoredArray`.
         """
         found = self._open(step)
-        names = [name for name in found.manifest["arrays"] if name.startswith(f"{part}/")]
+        parts = ("policy_params", "value_params")
+        names = [name for name in found.manifest["arrays"] if name.split("/")[0] in parts]
         arrays = stored_arrays(found.path / ARRAYS, names)
-        return nested(arrays, part), self._host(found.path)
+        policy, critic = (nested(arrays, part) for part in parts)
+        return policy, critic, self._host(found.path)
 
     def _scan(self) -> list[Found]:
         self._join()
