@@ -165,7 +165,7 @@ def param_sharding(
     for size, axis in zip(shape, axes, strict=True):
         target = RULES[axis]
         if target is not None and size % mesh.shape[target]:
-            fitting = [n for n in range(1, mesh.devices.size + 1) if size % n == 0]
+            fitting = [n for n in range(1, mesh.size + 1) if size % n == 0]
             raise ConfigError(
                 f"mesh.{target}={mesh.shape[target]} does not divide axis '{axis}' of {name} "
                 f"({size}); sizes that do: {fitting}"
