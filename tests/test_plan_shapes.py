@@ -47,8 +47,8 @@ def settings(*overrides: str) -> Config:
 
 def test_bytes_on_a_device_by_hand():
     sizes = held(shapes_of(settings(), MODEL, 4))
-    # Split over fsdp x tensor: embedding 24 x 8; a layer: q 8 x 8, k and v 8 x 4 each, o 8 x 8, three
-    # of 8 x 12. Whole everywhere: five norms of 8.
+    # Split over fsdp x tensor: embedding 24 x 8; a layer: q 8 x 8, k and v 8 x 4 each, o 8 x 8,
+    # three of 8 x 12. Whole everywhere: five norms of 8.
     split = (24 * 8 + 2 * (64 + 32 + 32 + 64 + 3 * 96)) // 4
     assert sizes["policy parameters"] == 4 * (split + 5 * 8)
     # Two moments; Adam's and the schedule's count.
@@ -57,8 +57,8 @@ def test_bytes_on_a_device_by_hand():
     assert sizes["value optimizer"] == 2 * 4 * 9 + 2 * 4
     assert sizes["counters"] == 5 * 4 + 3 * 4
     assert sizes["reference"] == 0
-    # 2 updates x 1 micro-batch x 4 rows, 2 of them here; a row has 4 fields of 16 tokens and 9 of 10
-    # slots, two of them bytes.
+    # 2 updates x 1 micro-batch x 4 rows, 2 of them here; a row has 4 fields of 16 tokens and 9 of
+    # 10 slots, two of them bytes.
     slots, bytes_a_slot = 10, 7 * 4 + 2
     row = 4 * 4 * 16 + bytes_a_slot * slots
     assert sizes["packed batch"] == 2 * 2 * row
