@@ -42,6 +42,7 @@ def run(config: Config, peers: Peers = ALONE) -> int:
     folder = _run_folder(config)
     with closing(_store(config, peers)) as store:
         check_resume(config, store)
+        store.check_writable()
         if peers.leads:
             save_config(config, folder / "config.yaml")
             _write_provenance(folder)
@@ -49,7 +50,7 @@ def run(config: Config, peers: Peers = ALONE) -> int:
             if peers.leads:
                 print(_where(ready), flush=True)
             state = train(ready, store, start(ready, store))
-            _close_run(ready, state)
+            _close_run(ready, store, state)
     peers.close()
     return 0 if int(state.iteration) == config.iterations else 3
 
@@ -95,7 +96,7 @@ def _store(config: Config, peers: Peers = ALONE) -> CheckpointStore:
     return CheckpointStore(folder, keep=config.checkpoint.keep, peers=peers)
 
 
-def _close_run(ready: Run, state: TrainState) -> None:
+def _close_run(ready: Run, store: CheckpointStore, state: TrainState) -> None:
     """Curves, export, and the few lines a person came for."""
     config, done = ready.config, int(state.iteration)
     finished = done == config.iterations
@@ -110,6 +111,8 @@ def _close_run(ready: Run, state: TrainState) -> None:
             f"held-out score  before {first['eval/score']:.3f}  after {last['eval/score']:.3f}  "
             f"({len(ready.eval_prompts)} prompts, iteration {last['step']} of {config.iterations})"
         )
+    if config.checkpoint.best and (best := store.best()):
+        print(f"best            {best[1].metric} {best[1].value:.4g} at iteration {best[0]}")
     print(f"curves          {picture}")
     if not finished:
         print(f"stopped at iteration {done}; the same command goes on from there")
@@ -127,23 +130,28 @@ def _export(ready: Run, state: TrainState) -> Path:
     return out
 
 
-def evaluate_only(config: Config) -> int:
-    """Score the held-out prompts with the newest checkpoint, or with the model as it came."""
+def evaluate_only(config: Config, which: str | None = None) -> int:
+    """Score the held-out prompts with a checkpoint.
+
+    Args:
+        config: the run.
+        which: latest, best or an iteration; None: the newest, or the model as it came.
+    """
     check_config(config)
     with closing(_store(config)) as store, closing(build(config)) as ready:
         if not ready.eval_prompts:
             print("data.eval is null: there is nothing to evaluate")
             return 1
-        latest = store.latest()
-        if latest is None:
+        step = store.latest() if which is None else store.find(which)
+        if step is None:
             params = reference_params(config, ready.model, ready.mesh)
         else:
-            params, _ = store.restore_policy(latest)
-        ready.engine.publish(params, latest or 0)
+            params, _ = store.restore_policy(step)
+        ready.engine.publish(params, step or 0)
         metrics, rows = evaluate(ready, seed=rollout_seed(config.seed, 0))
     for row in rows[: config.log.samples]:
         print(f"{row['score']:6.2f}  {row['prompt']!r} -> {row['completion']!r}")
-    what = "the untrained model" if latest is None else f"iteration {latest}"
+    what = "the untrained model" if step is None else f"iteration {step}"
     print(", ".join(f"{name} {value:.4g}" for name, value in metrics.items()), f"({what})")
     return 0
 

@@ -15,6 +15,7 @@ from jaxrl.config_algorithm_checks import algorithm_rules
 from jaxrl.config_ranges import out_of_range
 from jaxrl.config_reward_checks import reward_rules
 from jaxrl.config_rollout_checks import rollout_rules
+from jaxrl.config_running_checks import running_rules
 from jaxrl.errors import ConfigError
 
 __all__ = ["check_config"]
@@ -48,6 +49,7 @@ def _combinations(config: Config) -> Iterator[str]:
         _servers,
         algorithm_rules,
         _schedules,
+        running_rules,
     )
     for rule in rules:
         yield from rule(config)

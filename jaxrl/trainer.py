@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import io
-from typing import Any
-
-import jax
 
 from jaxrl.checkpoint.state import CheckpointStore
 from jaxrl.config import Config
-from jaxrl.config_io import config_to_dict
 from jaxrl.errors import CheckpointError, JaxrlError, RewardError, RolloutError, TrainingError
 from jaxrl.evaluation import evaluate, sample_rows
 from jaxrl.flops import iteration_flops
@@ -17,6 +13,7 @@ from jaxrl.iteration import iterate
 from jaxrl.metrics import MetricsLog
 from jaxrl.progress import Progress
 from jaxrl.rollouts import Batch, is_due, rollout_seed
+from jaxrl.saving import Saver
 from jaxrl.setup import Run
 from jaxrl.state import abstract_state, fresh_state, reference_params
 from jaxrl.stopping import StopRequested, StopSignal
@@ -35,7 +32,7 @@ def check_resume(config: Config, store: CheckpointStore) -> int | None:
     Raises:
         CheckpointError: resume=never and there is a checkpoint, or resume=must and there is none.
     """
-    latest = store.latest()
+    latest = store.latest(contents=True)
     if config.resume == "never" and latest is not None:
         raise CheckpointError(
             f"resume=never, but {store.folder} holds a checkpoint of iteration {latest}; "
@@ -71,17 +68,23 @@ def train(run: Run, store: CheckpointStore, state: TrainState) -> TrainState:
     config, first = run.config, int(state.iteration)
     reference = reference_params(config, run.model, run.mesh) if config.needs_reference else None
     log, progress = _record(run, first)
-    host = _host_state(run.config, run.cursor.state())
+    saver, cursor, metrics = (
+        Saver(run, store, progress, first),
+        run.cursor.state(),
+        dict[str, float](),
+    )
     with StopSignal(run.peers) as stop, progress:
         try:
             run.engine.publish(state.policy_params, first)
             if first == 0:
-                log.write(0, _evaluate(run, log, progress, stop, 0))
+                metrics = _evaluate(run, log, progress, stop, 0)
+                log.write(0, metrics)
+                saver.check(metrics)
             progress.reset()
             while int(state.iteration) < config.iterations:
                 stop.check()
                 state, metrics, batch, scores = iterate(run, state, reference, progress, stop)
-                host, done = _host_state(config, batch.cursor), int(state.iteration)
+                cursor, done = batch.cursor, int(state.iteration)
                 if not metrics["policy/tokens"]:
                     progress.note(f"iteration {done}: no completion could be trained on")
                 try:
@@ -89,9 +92,7 @@ def train(run: Run, store: CheckpointStore, state: TrainState) -> TrainState:
                 except (JaxrlError, StopRequested):
                     log.write(done, metrics)  # the iteration is finished, and will be saved
                     raise
-                if is_due(config.checkpoint.every, done, config.iterations):
-                    with progress.phase("checkpoint"):
-                        store.save(done, state, host)
+                saver.finished(state, cursor, metrics)
                 metrics["compilations"] = float(run.steps.compilations + run.engine.compilations)
                 metrics |= progress.finish(done, metrics, **_work(run, batch, metrics))
                 log.write(done, metrics)
@@ -99,9 +100,9 @@ def train(run: Run, store: CheckpointStore, state: TrainState) -> TrainState:
                 _check_health(config, state)
         except StopRequested as request:
             progress.note(f"{request}: saving iteration {int(state.iteration)}, then stopping")
-            _save_last(run, store, state, host)
+            saver.last(state, cursor, metrics)
         except (RolloutError, RewardError) as error:
-            if run.peers.shared(error) and _save_last(run, store, state, host):
+            if run.peers.shared(error) and saver.last(state, cursor, metrics):
                 progress.note(f"iteration {int(state.iteration)} is saved; {type(error).__name__}:")
             raise
         finally:
@@ -116,6 +117,8 @@ def _record(run: Run, first: int) -> tuple[MetricsLog, Progress]:
     if not run.peers.leads:
         silent = Progress(config.iterations, enabled=False, start=first, stream=io.StringIO())
         return Unrecorded(), silent
+    if first:
+        print(f"going on from iteration {first} of {config.iterations}", flush=True)
     log = MetricsLog(
         config.run_dir, tensorboard=config.log.tensorboard, resume_step=first if first else None
     )
@@ -132,20 +135,6 @@ def _hand_over(
     if is_due(run.config.eval.every, done, run.config.iterations):
         return _evaluate(run, log, progress, stop, done)
     return {}
-
-
-def _save_last(run: Run, store: CheckpointStore, state: TrainState, host: dict[str, Any]) -> bool:
-    """Save the last finished iteration unless it is saved, or was donated to an update."""
-    if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
-        return False
-    if run.peers.exchange("newest checkpoint", store.latest())[0] != int(state.iteration):
-        store.save(int(state.iteration), state, host)
-    return True
-
-
-def _host_state(config: Config, cursor: dict[str, int]) -> dict[str, Any]:
-    """What a checkpoint holds beside the arrays."""
-    return {"cursor": cursor, "config": config_to_dict(config)}
 
 
 def _evaluate(

@@ -35,6 +35,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     parser.add_argument(
         "--eval", action="store_true", help="evaluate the newest checkpoint, or the model; and stop"
     )
+    parser.add_argument("--step", help="what --eval evaluates: latest, best or an iteration")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     parser.add_argument("--processes", type=int, metavar="N", help="how many processes train")
     parser.add_argument("--process", type=int, metavar="I", help="which this is, from 0")
@@ -55,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         config = load_config([Path(file) for file in files], overrides)
+        if flags.step and not flags.eval:
+            raise ConfigError(f"--step {flags.step} says what --eval evaluates; give --eval too")
         if flags.print_config:
             print(config_to_yaml(config), flush=True)
             return 0
@@ -68,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         if flags.dry_run:
             return commands.dry_run(config)
         if flags.eval:
-            return commands.evaluate_only(config)
+            return commands.evaluate_only(config, flags.step)
         return commands.run(config)
     except JaxrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

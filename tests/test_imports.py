@@ -34,7 +34,7 @@ LAYERS = {
     "models and placement": {"models", "sharding", "optim"},
     "pure steps": {"planning", "packing", "steps", "update", "critic"},
     "outside world": set(),
-    "trainer": {"setup", "evaluation", "iteration", "trainer", "commands", "compare"},
+    "trainer": {"setup", "evaluation", "iteration", "saving", "trainer", "commands", "compare"},
 }
 ORDER = list(LAYERS)
 MATHS = sorted(LAYERS["maths"])
@@ -42,7 +42,7 @@ MATHS = sorted(LAYERS["maths"])
 # Where a heavy library may be imported; everything else in the package must do without.
 HOMES = {
     "flax": ("models/",),
-    "orbax": ("checkpoint/state.py",),
+    "orbax": ("checkpoint/arrays.py",),
     "tensorstore": ("checkpoint/stream.py",),
     "safetensors": ("checkpoint/hf",),
     "omegaconf": ("config_io.py",),

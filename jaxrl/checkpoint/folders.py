@@ -8,27 +8,33 @@ is still the newest, though its step is smaller.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxrl.checkpoint.measured import Measured
 from jaxrl.checkpoint.whole import damage, read_manifest, sync_folder, write_manifest
 
 __all__ = [
+    "ARRAYS",
     "FORMAT_VERSION",
+    "HOST",
     "Found",
+    "best",
     "discard_left_overs",
+    "newest_first",
     "prune",
     "publish",
     "scan",
     "unfinished",
-    "whole",
 ]
 
 FORMAT_VERSION = 1
 """Raised whenever an older reader would misread a checkpoint."""
 
+ARRAYS, HOST = "arrays", "host.json"
+"""Within a checkpoint's folder."""
 UNFINISHED, DISCARDED = ".unfinished-", ".discarded-"
 
 
@@ -53,6 +59,11 @@ class Found:
         """Number of the save; larger is newer."""
         return int(self.manifest.get("order", 0))
 
+    @property
+    def measured(self) -> Measured | None:
+        """What it may be kept for."""
+        return Measured.in_manifest(self.manifest)
+
 
 def scan(folder: Path) -> list[Found]:
     """Every checkpoint folder, whole or not, by name."""
@@ -62,10 +73,26 @@ def scan(folder: Path) -> list[Found]:
     return [_look(path) for path in sorted(named)]
 
 
-def whole(folder: Path) -> list[Found]:
+def newest_first(found: Sequence[Found]) -> list[Found]:
     """The whole ones, newest save first."""
-    found = [one for one in scan(folder) if not one.damage]
-    return sorted(found, key=lambda one: (one.order, one.step), reverse=True)
+    whole = [one for one in found if not one.damage]
+    return sorted(whole, key=lambda one: (one.order, one.step), reverse=True)
+
+
+def best(found: Sequence[Found]) -> Found | None:
+    """Of whole checkpoints, newest first, the best by the metric that was measured last.
+
+    Of equal ones it is the oldest: a run keeps what nothing has beaten. Of several saves of a step
+    the newest counts, which is the one that a step means.
+    """
+    chosen, value, seen = None, None, set[int]()
+    for one in found:
+        if one.step in seen or one.version != FORMAT_VERSION:
+            continue
+        seen.add(one.step)
+        if one.measured and not (value and value.beats(one.measured)):
+            chosen, value = one, one.measured
+    return chosen
 
 
 def unfinished(folder: Path, step: int) -> Path:
@@ -88,16 +115,19 @@ def publish(folder: Path, step: int, facts: Mapping[str, Any]) -> Path:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Keep the newest save of each of the last `keep` steps; drop older ones, damaged included."""
-    kept: set[int] = set()
-    for one in whole(folder):
-        if one.version != FORMAT_VERSION:
-            continue
+    """Keep the best, and the newest save of each of the last `keep` steps; drop older ones.
+
+    Damaged ones go with them, as soon as they are older than all the newest.
+    """
+    everything = scan(folder)
+    found = [one for one in newest_first(everything) if one.version == FORMAT_VERSION]
+    spared, kept = best(found), set[int]()
+    for one in found:
         if one.step not in kept and len(kept) < keep:
             kept.add(one.step)
-        else:
+        elif one is not spared:
             _discard(one.path)
-    for one in scan(folder):
+    for one in everything:
         if one.damage and kept and one.step < min(kept):
             _discard(one.path)
 

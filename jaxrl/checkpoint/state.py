@@ -5,7 +5,8 @@ One checkpoint is one folder, named by its step:
     00000020/
       arrays/          every leaf of the TrainState (Orbax), with names like policy_params/embed
       host.json        data cursor, resolved config, seed, versions, commit: what is not an array
-      manifest.json    format version, shapes, dtypes, sizes and checksums of files; written last
+      manifest.json    format version, shapes, dtypes, sizes and checksums of files, the metric it
+                       may be kept for; written last
 
 Arrays are safe when `save` returns and are written in the background. What fails there is raised by
 the next `save` (which saves all the same), `wait` or `close`; older checkpoints stay as they are.
@@ -17,27 +18,23 @@ import json
 import logging
 import shutil
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
-
 from jaxrl.checkpoint.folders import (
+    ARRAYS,
     FORMAT_VERSION,
-    Found,
+    HOST,
     discard_left_overs,
     prune,
     publish,
-    scan,
     unfinished,
-    whole,
 )
-from jaxrl.checkpoint.leaves import differences, local_bytes, named_leaves, nested, spec
-from jaxrl.checkpoint.stream import cuts, stored_arrays
-from jaxrl.checkpoint.whole import damage
+from jaxrl.checkpoint.leaves import local_bytes, named_leaves, spec
+from jaxrl.checkpoint.measured import Measured
+from jaxrl.checkpoint.reading import SavedStates
 from jaxrl.errors import CheckpointError, ConfigError
 from jaxrl.processes import ALONE, Peers
 from jaxrl.provenance import provenance
@@ -45,32 +42,60 @@ from jaxrl.types import TrainState
 
 __all__ = ["FORMAT_VERSION", "CheckpointStore"]
 
-ARRAYS, HOST = "arrays", "host.json"
 log = logging.getLogger(__name__)
+_writing: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
 
 
-class CheckpointStore:
+class CheckpointStore(SavedStates):
     """The checkpoints of one run, in a folder that all its processes see; any number may read.
 
     Each process of a run writes its part of the arrays; the first one makes folders and manifests.
+    What is asked after a save waits for it, and sees it.
     """
 
     def __init__(self, folder: Path | str, *, keep: int, peers: Peers = ALONE) -> None:
-        """Open `folder`, which need not exist yet; `keep` whole checkpoints remain after a save."""
+        """Open `folder`, which need not exist yet.
+
+        After a save the newest `keep` whole checkpoints remain, and the best that was measured.
+        """
         if keep < 1:
             raise ConfigError(f"checkpoint.keep={keep} must be at least 1")
-        self.folder = Path(folder).absolute()
+        super().__init__(folder, peers=peers)
         self.keep = keep
-        self._peers = peers
-        self._orbax = ocp.AsyncCheckpointer(
-            ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
-        )
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
-        self._passed_over: set[Path] = set()
 
-    def save(self, step: int, state: TrainState, host: Mapping[str, Any]) -> None:
+    def check_writable(self) -> None:
+        """Write a file and remove it, so that a run that cannot save does not begin.
+
+        Raises:
+            CheckpointError: it cannot be done.
+        """
+        probe = self.folder / f".probe-{self._peers.index}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"0")
+            probe.unlink()
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints cannot be written to {self.folder}: {error}; make the folder "
+                "writable, free space, or give another run_dir"
+            ) from error
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        host: Mapping[str, Any],
+        measured: Measured | None = None,
+    ) -> None:
         """Write the checkpoint of `step`; returns once `state` may be donated or overwritten.
+
+        Args:
+            step: its name; the same step again replaces it.
+            state: the arrays.
+            host: finite JSON that `restore` gives back.
+            measured: what it may be kept for: the best of a metric is never pruned.
 
         Raises:
             CheckpointError: `host` is not JSON, there is no room, or files cannot be written. The
@@ -78,21 +103,22 @@ class CheckpointStore:
         """
         earlier = self._settled()
         leaves = named_leaves(state)
-        arrays = {name: spec(leaf) for name, leaf in leaves.items()}
         host_text = self._host_text(host)
         built = unfinished(self.folder, step)
         self._peers.together(
             "a new checkpoint", lambda: self._begin(built, step, leaves, host_text)
         )
         try:
-            how = {name: ocp.SaveArgs(**cuts(name, *arrays[name])) for name in leaves}
-            self._orbax.save(built / ARRAYS, args=ocp.args.PyTreeSave(leaves, save_args=how))
+            self._files.save(built / ARRAYS, leaves)
         except Exception as error:
             raise self._failed(step, error) from error
-        # Not a daemon: an interpreter that ends in the middle waits for the checkpoint.
+        facts: dict[str, Any] = {"arrays": {name: spec(leaf) for name, leaf in leaves.items()}}
+        if measured is not None:
+            facts |= measured.to_manifest()
         self._writer = threading.Thread(
-            target=self._finish, args=(step, arrays), name="checkpoint-writer"
+            target=self._finish, args=(step, facts), name="checkpoint-writer"
         )
+        _writing.add(self)
         self._writer.start()
         if earlier is not None:
             raise earlier
@@ -108,90 +134,16 @@ class CheckpointStore:
         try:
             self.wait()
         finally:
-            self._orbax.close()
+            super().close()
 
-    def steps(self) -> list[int]:
-        """Steps of the whole checkpoints, oldest save first."""
-        return list(dict.fromkeys(one.step for one in reversed(self._whole())))
-
-    def latest(self) -> int | None:
-        """Step of the newest whole checkpoint, or None; warns once of a damaged one."""
-        for path, reason in self.damaged().items():
-            if path not in self._passed_over:
-                self._passed_over.add(path)
-                log.warning("passing over the checkpoint %s: %s", path, reason)
-        return next((one.step for one in self._whole()), None)
-
-    def damaged(self) -> dict[Path, str]:
-        """Folders with a checkpoint's name that are not whole, each with the reason."""
-        return {one.path: one.damage for one in self._scan() if one.damage}
-
-    def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """The state of `step`, to the bit, and the host part that was saved with it.
-
-        Args:
-            step: one of `steps()`.
-            like: arrays or ShapeDtypeStructs; gives structure, shapes, dtypes and shardings. NumPy
-                leaves come back as NumPy.
-
-        Raises:
-            CheckpointError: there is no whole checkpoint of that step, another format version wrote
-                it, or its arrays are not those of `like` (all that differ are named).
-        """
-        found = self._open(step)
-        wanted = named_leaves(like)
-        self._check_same(found, {name: spec(leaf) for name, leaf in wanted.items()})
-        arrays = self._read(found.path, {name: _kind(leaf) for name, leaf in wanted.items()})
-        leaves = [arrays[name] for name in wanted]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves), self._host(found.path)
-
-    def restore_policy(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The policy's parameters as nested dicts of NumPy arrays, and the host part."""
-        return self._restore_part(step, "policy_params")
-
-    def restore_critic(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The critic's own parameters (empty: it has none), likewise."""
-        return self._restore_part(step, "value_params")
-
-    def _restore_part(self, step: int, part: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        found = self._open(step)
-        names = [name for name in found.manifest["arrays"] if name.startswith(f"{part}/")]
-        if not names:
-            return {}, self._host(found.path)
-        arrays = self._read(
-            found.path, {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-        )
-        return nested(arrays, part), self._host(found.path)
-
-    def stored(self, step: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Policy and critic (empty: there is none), to be read slice by slice, and the host part.
-
-        Both are nested dicts of `StoredArray`.
-        """
-        found = self._open(step)
-        parts = ("policy_params", "value_params")
-        names = [name for name in found.manifest["arrays"] if name.split("/")[0] in parts]
-        arrays = stored_arrays(found.path / ARRAYS, names)
-        policy, critic = (nested(arrays, part) for part in parts)
-        return policy, critic, self._host(found.path)
-
-    def _scan(self) -> list[Found]:
-        self._join()
-        return scan(self.folder)
-
-    def _whole(self) -> list[Found]:
-        self._join()
-        return whole(self.folder)
-
-    def _join(self) -> None:
-        """Wait for the writer; what is asked after a save sees that save."""
+    def _settle(self) -> None:
         if self._writer is not None:
             self._writer.join()
             self._writer = None
 
     def _settled(self) -> CheckpointError | None:
         """Wait for the writer; its failure, forgotten here so that it blocks nothing later."""
-        self._join()
+        self._settle()
         failure, self._failure = self._failure, None
         return failure
 
@@ -224,12 +176,12 @@ class CheckpointStore:
         if needed > free:
             raise OSError(f"it needs {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free")
 
-    def _finish(self, step: int, arrays: Mapping[str, Any]) -> None:
+    def _finish(self, step: int, facts: Mapping[str, Any]) -> None:
         """In the background: wait for Orbax, make the checkpoint whole, and only then prune."""
         try:
-            self._orbax.wait_until_finished()
+            self._files.wait()
             if self._peers.leads:
-                publish(self.folder, step, {"arrays": arrays})
+                publish(self.folder, step, facts)
         except Exception as error:
             self._failure = self._failed(step, error)
             return
@@ -248,62 +200,17 @@ class CheckpointStore:
             "run_dir, then resume"
         )
 
-    def _open(self, step: int) -> Found:
-        """The newest whole save of `step`, every byte of it checked."""
-        found = next((one for one in self._whole() if one.step == step), None)
-        if found is None:
-            reasons = [one.damage for one in self._scan() if one.step == step and one.damage]
-            raise self._missing(step, "; ".join(reasons))
-        if found.version != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{found.path} has checkpoint format {found.version}, this jaxrl reads format "
-                f"{FORMAT_VERSION}; continue with the jaxrl that wrote it (its version stands in "
-                f"{HOST} there), or start anew in another run_dir"
-            )
-        reason = damage(found.path, contents=True)
-        if reason:
-            raise self._missing(step, reason)
-        return found
 
-    def _missing(self, step: int, reason: str) -> CheckpointError:
-        others = [other for other in self.steps() if other != step]
-        rest = f"whole checkpoints are at {others}" if others else "there is no other whole one"
-        if reason:
-            return CheckpointError(
-                f"the checkpoint of step {step} is damaged: {reason}; delete its folder to go on "
-                f"without it ({rest})"
-            )
-        return CheckpointError(f"there is no checkpoint of step {step} in {self.folder}; {rest}")
-
-    def _check_same(self, found: Found, wanted: Mapping[str, Any]) -> None:
-        lines = differences(found.manifest["arrays"], wanted)
-        if lines:
-            shown = "\n  ".join(lines[:20] + [f"and {len(lines) - 20} more"] * (len(lines) > 20))
-            raise CheckpointError(
-                f"{found.path} was saved by a run with another model, critic or optimizer; use the "
-                f"settings in its {HOST}, or another run_dir. These differ:\n  {shown}"
-            )
-
-    def _read(self, path: Path, kinds: Mapping[str, ocp.RestoreArgs]) -> dict[str, Any]:
-        request = ocp.args.PyTreeRestore(
-            item={name: np.zeros(()) for name in kinds},  # only the names are looked at
-            restore_args=dict(kinds),
-            partial_restore=True,
-        )
+def _finish_writing() -> None:
+    """At the interpreter's end: let what was begun become whole."""
+    for store in list(_writing):
         try:
-            return self._orbax.restore(path / ARRAYS, args=request)
-        except Exception as error:
-            raise CheckpointError(
-                f"Orbax cannot read {path / ARRAYS}: {error}; delete {path} to go on without it"
-            ) from error
-
-    def _host(self, path: Path) -> dict[str, Any]:
-        return json.loads((path / HOST).read_text(encoding="utf-8"))
+            store.wait()
+        except CheckpointError as error:
+            log.error("%s", error)
 
 
-def _kind(leaf: Any) -> ocp.RestoreArgs:
-    """What Orbax shall make of a stored array so that it is like `leaf`."""
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+# Orbax writes with the help of thread pools, which take no more work as soon as the main thread is
+# at its end: `atexit`, or a thread that is no daemon, would come too late. What was registered last
+# is called first, before those pools close.
+threading._register_atexit(_finish_writing)  # pyright: ignore[reportAttributeAccessIssue]

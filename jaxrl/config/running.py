@@ -2,6 +2,7 @@
 
 # OmegaConf reads these annotations at run time: no `from __future__ import annotations` here.
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = [
     "CheckpointConfig",
@@ -30,6 +31,11 @@ class CheckpointConfig:
     """Iterations between checkpoints; the last is always saved. 0: only the last."""
     keep: int = 2
     """Newest checkpoints kept."""
+    best: str | None = None
+    """Metric, e.g. eval/score: an iteration that beats all before in it is saved and kept besides
+    the newest. Null: none is."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether larger or smaller is better."""
     export: bool = True
     """Write the trained policy as a Hugging Face folder at the end."""
 
