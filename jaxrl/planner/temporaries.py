@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 
+from jaxrl.config import Config
 from jaxrl.models import weight_table
 from jaxrl.planner.run_shapes import RunShapes, bytes_a_device
 from jaxrl.planner.sampling import largest_batch
@@ -21,8 +23,6 @@ from jaxrl.sharding import row_multiple
 __all__ = ["sample_temporaries", "score_temporaries", "update_temporaries"]
 
 _F32 = 4
-# What the compilers lose to places between buffers of different lifetimes.
-_SLACK = 0.08
 _BLOCK = 4096
 """Tokens times vocabulary columns of a block of logits are at most its square (`vocab_blocks`)."""
 
@@ -70,8 +70,10 @@ class _Sizes:
 
     def kept_a_layer(self, remat: str) -> int:
         """Bytes that a layer keeps for its backward pass."""
-        products = 2 * (self.heads + self.kv_heads) + self.width + 2 * self.inner + self.width
-        more = {"full": 0, "dots": products, "none": products + 6 * self.width + 3 * self.inner}
+        products = 2 * (self.heads + self.kv_heads) + 2 * self.inner
+        # Norms, rope and the gate's activation keep float32 copies.
+        others = 10 * self.width + 5 * self.inner + 6 * (self.heads + self.kv_heads)
+        more = {"full": 0, "dots": products, "none": products + others}
         return self.stream + more[remat] * self.rows * self.tokens * self.real
 
     def block(self, chunk: int | None) -> tuple[int, int]:
@@ -97,11 +99,12 @@ def update_temporaries(shapes: RunShapes) -> dict[str, int]:
     """Parts of what an update needs beside its arguments."""
     size, state, config = _Sizes.of(shapes), shapes.state, shapes.config
     gradients = bytes_a_device((state.policy_params, state.value_params))
-    trunks = 2 if config.needs_critic and config.critic.kind == "model" else 1
+    trunks = 2 if _own_trunk(config) else 1
     parts = {
         "gradients, summed": gradients,
         "gradients of a micro-batch": gradients,
         "kept by layers": trunks * size.layers * size.kept_a_layer(config.model.remat),
+        "parameters turned": _turned(shapes, with_reference=False),
         "head": _head_backward(shapes, size),
         "layer": _layer_backward(size),
     }
@@ -110,20 +113,19 @@ def update_temporaries(shapes: RunShapes) -> dict[str, int]:
 
 def score_temporaries(shapes: RunShapes) -> dict[str, int]:
     """Parts of what a score step needs beside its arguments; its result is among them."""
-    size, layout, mesh = _Sizes.of(shapes), shapes.layout, shapes.mesh
+    size, layout, config = _Sizes.of(shapes), shapes.layout, shapes.config
     slots = layout.updates * layout.micros * size.rows * layout.policy_length
+    # A tied head is gathered as it lies and then turned.
+    heads = 2 if shapes.model.config.tie_word_embeddings else 1
+    activations = 2 * size.inner + size.heads + 2 * size.kv_heads + 2 * size.width
     parts = {
         "anchors": 4 * _F32 * slots,
-        "head": 2 * size.head
-        + _F32 * size.vocab * size.width // mesh.shape["fsdp"]
+        "parameters turned": _turned(shapes, with_reference=config.needs_reference),
+        "head": heads * size.head
         + 2 * size.stream
-        + 2 * size.rows * size.slots * size.width * size.real
-        + 2 * size.logits(shapes.config.logprob.chunk_size),
-        "layer": 2 * size.layer * size.real
-        + size.rows
-        * size.tokens
-        * size.real
-        * (3 * size.inner + 3 * size.heads + 4 * size.kv_heads + 4 * size.width),
+        + size.rows * size.slots * size.width * size.real
+        + size.logits(config.logprob.chunk_size),
+        "layer": size.layer * size.real + size.rows * size.tokens * size.real * activations,
     }
     return _largest(parts, ("head", "layer"))
 
@@ -139,28 +141,44 @@ def sample_temporaries(shapes: RunShapes) -> dict[str, int]:
         1 if rollout.gather_weights else shapes.mesh.shape["fsdp"]
     )
     filters = any((rollout.top_k, rollout.top_p < 1, rollout.min_p))
-    return _with_slack(
-        {
-            "weights": whole // split,
-            "cache": column * rows * (batch.columns + rollout.max_new_tokens - 1),
-            "cache of the prompts": column * prompts * batch.columns,
-            "logits": (6 if filters else 3) * _F32 * rows * shapes.model.config.vocab_size,
-            "layer": prompts
-            * batch.columns
-            * size.real
-            * (3 * size.inner + 3 * size.heads + 4 * size.width),
-        }
-    )
+    activations = 3 * size.inner + 3 * size.heads + 4 * size.width
+    return {
+        "weights": whole // split,
+        "cache": column * rows * (batch.columns + rollout.max_new_tokens - 1),
+        "cache of the prompts": column * prompts * batch.columns,
+        "logits": (6 if filters else 3) * _F32 * rows * shapes.model.config.vocab_size,
+        "layer": prompts * batch.columns * size.real * activations,
+    }
+
+
+def _own_trunk(config: Config) -> bool:
+    return config.needs_critic and config.critic.kind == "model"
+
+
+def _turned(shapes: RunShapes, *, with_reference: bool) -> int:
+    """Copies of parameters in another layout, which compilers make once for all layers.
+
+    Of what is multiplied along its rows: both projections back to the stream, and a tied head.
+    """
+    state = shapes.state
+
+    def of(trunk: Any, *more: Any) -> int:
+        layers = trunk["layers"]
+        return bytes_a_device((layers["attention"]["o"], layers["mlp"]["down"], *more))
+
+    tied = shapes.model.config.tie_word_embeddings
+    policy = of(state.policy_params, *([state.policy_params["embed"]] if tied else []))
+    own = of(state.value_params["trunk"]) if _own_trunk(shapes.config) else 0
+    return policy * (1 + with_reference) + own
 
 
 def _head_backward(shapes: RunShapes, size: _Sizes) -> int:
     """The head's forward and backward pass; both are alive where compilers start buffers early."""
-    chunk, fsdp = shapes.config.logprob.chunk_size, shapes.mesh.shape["fsdp"]
+    chunk = shapes.config.logprob.chunk_size
     columns = size.block(chunk)[1]
     hidden = size.rows * size.slots * size.width
     return (
         size.head
-        + _F32 * size.vocab * size.width // fsdp  # the head turned, in its own dtype
         + (_F32 + 2 * size.real) * hidden
         + 3 * size.stream
         + (_F32 + 3 * size.real) * columns * size.width
@@ -169,16 +187,12 @@ def _head_backward(shapes: RunShapes, size: _Sizes) -> int:
 
 
 def _layer_backward(size: _Sizes) -> int:
-    """One layer's backward pass: its weights and their gradients whole, and its activations."""
-    activations = 6 * size.inner + 5 * size.heads + 8 * size.kv_heads + 8 * size.width
-    return 3 * size.layer * size.real + size.rows * size.tokens * size.real * activations
+    """One layer's backward pass: its weights whole, and its activations."""
+    activations = 4 * size.inner + 5 * size.heads + 8 * size.kv_heads + 8 * size.width
+    return size.layer * size.real + size.rows * size.tokens * size.real * activations
 
 
 def _largest(parts: dict[str, int], phases: tuple[str, ...]) -> dict[str, int]:
     """Of phases that follow each other only the largest counts."""
     worst = max(phases, key=lambda name: parts[name])
-    return _with_slack({k: v for k, v in parts.items() if k not in phases or k == worst})
-
-
-def _with_slack(parts: dict[str, int]) -> dict[str, int]:
-    return parts | {"between buffers": int(_SLACK * sum(parts.values()))}
+    return {name: size for name, size in parts.items() if name not in phases or name == worst}
