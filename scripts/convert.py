@@ -49,19 +49,7 @@ def hf_to_jaxrl(folder: Path, out: Path, *, check: bool) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConversionError(f"{out} exists and is not empty; give a new folder")
     config = ModelConfig.from_hf(load_hf_config(folder))
-    nothing = np.zeros((), np.int32)
-    state = TrainState(
-        policy_params=load_params(folder, config),
-        value_params={},
-        policy_opt={},
-        value_opt={},
-        updates=nothing,
-        iteration=nothing,
-        kl_coef=np.zeros((), np.float32),
-        reward_moments=np.zeros(3, np.float32),
-        skipped=nothing,
-        skipped_in_a_row=nothing,
-    )
+    state = policy_alone(load_params(folder, config))
     store = CheckpointStore(out, keep=1)
     try:
         store.save(0, state, {"config": {"model": {"path": str(folder.resolve())}}})
@@ -76,11 +64,28 @@ def hf_to_jaxrl(folder: Path, out: Path, *, check: bool) -> None:
     print(f"{out}: checkpoint of step 0, the policy of {folder}")
 
 
+def policy_alone(params: dict[str, Any]) -> TrainState:
+    """A state from which nothing can go on but an export."""
+    nothing = np.zeros((), np.int32)
+    return TrainState(
+        policy_params=params,
+        value_params={},
+        policy_opt={},
+        value_opt={},
+        updates=nothing,
+        iteration=nothing,
+        kl_coef=np.zeros((), np.float32),
+        reward_moments=np.zeros(3, np.float32),
+        skipped=nothing,
+        skipped_in_a_row=nothing,
+    )
+
+
 def jaxrl_to_hf(
     checkpoint: Path,
     out: Path,
     *,
-    step: int | None,
+    step: str | None,
     source: Path | None,
     critic: bool,
     critic_head: bool,
@@ -89,12 +94,12 @@ def jaxrl_to_hf(
     check: bool,
 ) -> None:
     """Writes the policy, the critic or its head of a checkpoint in Hugging Face's layout."""
-    store, step = open_checkpoint(checkpoint, step)
+    store, found = open_checkpoint(checkpoint, step)
     try:
-        policy, value, host = store.stored(step)
+        policy, value, host = store.stored(found)
         if (critic or critic_head) and not value:
             raise ConversionError(
-                f"step {step} in {store.folder} has no critic; leave out --critic and --critic-head"
+                f"step {found} in {store.folder} has no critic; leave out --critic and --critic-head"
             )
         source = source or _model_folder(host, store.folder)
         config = ModelConfig.from_hf(load_hf_config(source))
@@ -119,31 +124,27 @@ def jaxrl_to_hf(
     finally:
         store.close()
     kind = "file" if critic_head else "Hugging Face folder"
-    print(f"{out}: {kind} in {dtype}, the {what} of step {step} in {store.folder}")
+    print(f"{out}: {kind} in {dtype}, the {what} of step {found} in {store.folder}")
 
 
-def open_checkpoint(path: Path, step: int | None) -> tuple[CheckpointStore, int]:
+def open_checkpoint(path: Path, step: str | None) -> tuple[CheckpointStore, int]:
     """The store that `path` means, and the step: the one asked for or named, else the newest.
 
     Raises:
         CheckpointError: If there is no whole checkpoint; says which are damaged.
     """
     if (path / "manifest.json").is_file() and step is None:
-        path, step = path.parent, int(path.name.split(".")[0])
+        path, step = path.parent, path.name.split(".")[0]
     elif (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; give a run folder or a checkpoint in it")
     store = CheckpointStore(path, keep=1)
-    if step is None:
-        step = store.latest()
-    if step is None:
+    try:
+        return store, store.find(step or "latest")
+    except CheckpointError:
         store.close()
-        damaged = "".join(f"\n  {one}: {reason}" for one, reason in store.damaged().items())
-        raise CheckpointError(
-            f"{path} holds no whole checkpoint; give a run folder or a checkpoint in it{damaged}"
-        )
-    return store, step
+        raise
 
 
 def _model_folder(host: dict[str, Any], folder: Path) -> Path:
@@ -166,7 +167,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     inward.add_argument("folder", type=Path, help="Hugging Face model folder")
     outward = commands.add_parser("jaxrl-to-hf", help="checkpoint to Hugging Face folder")
     outward.add_argument("checkpoint", type=Path, help="run folder, or a checkpoint in it")
-    outward.add_argument("--step", type=int, help="which checkpoint (the newest)")
+    outward.add_argument("--step", help="latest, best or a number (latest)")
     outward.add_argument("--source", type=Path, help="folder with the config and the tokenizer")
     which = outward.add_mutually_exclusive_group()
     which.add_argument("--critic", action="store_true", help="the critic, not the policy")

@@ -12,11 +12,26 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-__all__ = ["PIECE_BYTES", "Box", "box_of", "joined", "moved", "pieces", "runs", "sizes", "slices"]
+__all__ = [
+    "CHUNK_BYTES",
+    "PIECE_BYTES",
+    "Box",
+    "box_of",
+    "joined",
+    "moved",
+    "pieces",
+    "runs",
+    "sizes",
+    "slices",
+]
 
 Box = tuple[tuple[int, int], ...]
-PIECE_BYTES = 32 * 2**20
-"""Most bytes of a piece on its way; in its course there are about three copies of it."""
+PIECE_BYTES = 8 * 2**20
+"""Most bytes of a piece on its way to or from devices. There are a few copies of it in its course,
+and the allocator keeps what is freed; with 32 MiB it kept ten times that."""
+CHUNK_BYTES = 16 * 2**20
+"""Most bytes of a chunk in a checkpoint, and of a piece that is cut out of chunks: of a chunk that
+is split along inner axes only short stretches are written at a time."""
 
 
 def box_of(shape: Sequence[int], index: Sequence[slice] | None = None) -> Box:

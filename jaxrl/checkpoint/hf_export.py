@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.checkpoint.boxes import PIECE_BYTES, Box, box_of, pieces
+from jaxrl.checkpoint.boxes import CHUNK_BYTES, PIECE_BYTES, Box, box_of, pieces
 from jaxrl.checkpoint.fetch import fetch, unit_of
 from jaxrl.checkpoint.hf import load_hf_config
 from jaxrl.checkpoint.hf_files import Piece, TensorSource, whole_folder, write_json, write_weights
@@ -179,7 +179,8 @@ def _hf_pieces(weight: Weight, leaf: Any, layer: int) -> Iterator[Piece]:
     unit = unit_of(leaf)
     order = [weight.order.index(axis) for axis in range(len(weight.split))]
     own = unit[1:] if unit and weight.stacked else unit
-    for box in pieces(weight.shape, order, PIECE_BYTES // 4, own):
+    most = (CHUNK_BYTES if unit else PIECE_BYTES) // 4
+    for box in pieces(weight.shape, order, most, own):
         array = _fetched(weight, leaf, layer, box)
         yield Piece(weight.split, tuple(box[axis] for axis in order), array.transpose(order))
 

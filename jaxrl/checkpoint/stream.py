@@ -17,7 +17,7 @@ import ml_dtypes  # noqa: F401  (makes numpy know bfloat16 by name)
 import numpy as np
 import tensorstore as ts
 
-from jaxrl.checkpoint.boxes import PIECE_BYTES
+from jaxrl.checkpoint.boxes import CHUNK_BYTES
 from jaxrl.errors import CheckpointError
 
 __all__ = ["StoredArray", "cuts", "stored_arrays"]
@@ -95,7 +95,7 @@ def cuts(name: str, shape: Sequence[int], dtype: str) -> dict[str, Any]:
     if math.prod(shape) * np.dtype(dtype).itemsize <= _LARGE:
         return {}
     by_layer = "layers" in name.split("/")
-    return {"shard_axes": (0,) if by_layer else (), "chunk_byte_size": PIECE_BYTES}
+    return {"shard_axes": (0,) if by_layer else (), "chunk_byte_size": CHUNK_BYTES}
 
 
 def _unreadable(folder: Path, name: str, error: Exception) -> CheckpointError:
