@@ -68,11 +68,8 @@ def train(run: Run, store: CheckpointStore, state: TrainState) -> TrainState:
     config, first = run.config, int(state.iteration)
     reference = reference_params(config, run.model, run.mesh) if config.needs_reference else None
     log, progress = _record(run, first)
-    saver, cursor, metrics = (
-        Saver(run, store, progress, first),
-        run.cursor.state(),
-        dict[str, float](),
-    )
+    saver = Saver(run, store, progress, first)
+    cursor, metrics = run.cursor.state(), dict[str, float]()
     with StopSignal(run.peers) as stop, progress:
         try:
             run.engine.publish(state.policy_params, first)
@@ -92,11 +89,12 @@ def train(run: Run, store: CheckpointStore, state: TrainState) -> TrainState:
                 except (JaxrlError, StopRequested):
                     log.write(done, metrics)  # the iteration is finished, and will be saved
                     raise
-                saver.finished(state, cursor, metrics)
                 metrics["compilations"] = float(run.steps.compilations + run.engine.compilations)
                 metrics |= progress.finish(done, metrics, **_work(run, batch, metrics))
                 log.write(done, metrics)
                 log.samples(done, sample_rows(run, batch.trajectories, scores, config.log.samples))
+                # After its lines: a run that is resumed from it has them.
+                saver.finished(state, cursor, metrics)
                 _check_health(config, state)
         except StopRequested as request:
             progress.note(f"{request}: saving iteration {int(state.iteration)}, then stopping")
