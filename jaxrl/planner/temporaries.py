@@ -42,6 +42,7 @@ class _Sizes:
     layers: int
     layer: int  # parameters of a layer / t, as gathered for use
     real: int  # c
+    split: bool  # whether parameters lie on several devices
 
     @classmethod
     def of(cls, shapes: RunShapes) -> _Sizes:
@@ -61,6 +62,7 @@ class _Sizes:
             layers=config.num_hidden_layers,
             layer=in_layers // config.num_hidden_layers // tensor,
             real=jnp.dtype(shapes.model.dtype).itemsize,
+            split=mesh.size > 1,
         )
 
     @property
@@ -91,8 +93,11 @@ class _Sizes:
 
     @property
     def head(self) -> int:
-        """The columns at hand of the head with all features, in the compute dtype."""
-        return self.vocab * self.width * self.real
+        """The columns at hand of the head with all features, in the compute dtype.
+
+        One device reads the head as it lies, block by block.
+        """
+        return self.vocab * self.width * self.real * self.split
 
 
 def update_temporaries(shapes: RunShapes) -> dict[str, int]:
@@ -156,11 +161,13 @@ def _own_trunk(config: Config) -> bool:
 
 
 def _turned(shapes: RunShapes, *, with_reference: bool) -> int:
-    """Copies of parameters in another layout, which compilers make once for all layers.
+    """Copies of split parameters in another layout, which compilers make once for all layers.
 
     Of what is multiplied along its rows: both projections back to the stream, and a tied head.
     """
     state = shapes.state
+    if shapes.mesh.size == 1:
+        return 0
 
     def of(trunk: Any, *more: Any) -> int:
         layers = trunk["layers"]
