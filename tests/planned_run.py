@@ -56,7 +56,7 @@ def on_each_device(tree: Any) -> list[int]:
 
 
 def main(folder: Path, overrides: list[str]) -> None:
-    """One iteration with arrays in it, as the trainer does it."""
+    """An iteration up to its first update, as the trainer does it."""
     export_hf(folder / "model", Model(MODEL).init(jax.random.key(3)), MODEL)
     config = planned_config(f"model.path={folder / 'model'}", *overrides)
     mesh, optimizers = make_mesh(config.mesh), make_optimizers(config)
@@ -75,8 +75,6 @@ def main(folder: Path, overrides: list[str]) -> None:
         positive=np.zeros(len(given), bool),
     )
     trained, _ = steps.advantage(packed, anchors, outcomes, state.kl_coef)
-    old = jax.tree.leaves(state)
-    state, _ = steps.update(state, jax.tree.map(lambda x: x[0], trained))
     found = {
         "policy parameters": state.policy_params,
         "policy optimizer": state.policy_opt,
@@ -88,7 +86,6 @@ def main(folder: Path, overrides: list[str]) -> None:
         "training batch": trained,
     }
     sizes: dict[str, Any] = {name: on_each_device(tree) for name, tree in found.items()}
-    sizes["donated"] = all(leaf.is_deleted() for leaf in old)
     sizes["layout"] = [layout.updates, layout.micros, layout.rows, layout.row_length]
     print(json.dumps(sizes | {"policy_length": layout.policy_length}))
 

@@ -20,7 +20,7 @@ MODEL = ModelConfig(
 
 
 def planned_config(*overrides: str) -> Config:
-    """Eight rows of 40 tokens in two updates, on fsdp 4 x tensor 2, with all that can be held."""
+    """Eight rows of 40 tokens in two updates, on fsdp 4 x tensor 2."""
     return load_config(
         [],
         [
@@ -29,7 +29,7 @@ def planned_config(*overrides: str) -> Config:
             *("packing.row_lengths=[40]", "packing.micro_batch_tokens=160"),
             *("packing.share_prompts=false", "logprob.chunk_size=16"),
             *("data.train.path=x", "reward.functions=[{fn: x:y}]"),
-            *("critic.kind=model", "algorithm.kl_in=report", "mesh.fsdp=4", "mesh.tensor=2"),
+            *("mesh.fsdp=4", "mesh.tensor=2"),
             *overrides,
         ],
     )

@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from planning_for import MODEL, planned_config
 
 from jaxrl.planner import StepMemory, Verdict, parse_target, plan_run, shapes_of
+from jaxrl.planner.analytic import held
 from jaxrl.planner.asking import environment, interpreter
 from jaxrl.planner.run_shapes import bytes_a_device
 
@@ -22,8 +22,8 @@ CPU = parse_target("cpu:8")
 
 @pytest.fixture(scope="module")
 def verdict() -> Verdict:
-    """Every step of the small run by the CPU's compiler."""
-    return plan_run(planned_config(), MODEL, CPU, steps=("score", "update", "sample"))
+    """The small run by the CPU's compiler."""
+    return plan_run(planned_config(), MODEL, CPU)
 
 
 def of(verdict: Verdict, step: str) -> StepMemory:
@@ -36,10 +36,8 @@ def test_the_compilers_arguments_are_the_shards_added_up(verdict: Verdict):
     state = bytes_a_device(shapes_of(planned_config(), MODEL, 8).state)
     assert of(verdict, "update").arguments > state  # and the batch
     sizes = verdict.held
-    trees = sizes["policy parameters"] + sizes["value parameters"] + sizes["reference"]
-    assert trees < of(verdict, "score").arguments < trees + sizes["packed batch"]
-    # The sampler reads the policy and a request that is whole on every device.
-    assert of(verdict, "sample").arguments - sizes["policy parameters"] < 2**12
+    trees = sizes["policy parameters"] + sizes["value parameters"]
+    assert trees < of(verdict, "score").arguments <= trees + sizes["packed batch"]
 
 
 def test_the_whole_state_is_donated_and_nothing_else(verdict: Verdict):
@@ -55,8 +53,8 @@ def test_logits_are_never_gathered(verdict: Verdict):
 
 def test_collectives_are_counted(verdict: Verdict):
     score, update = ({c.kind: c for c in of(verdict, s).collectives} for s in ("score", "update"))
-    # Each of 7 matrices of 4 layers is gathered for each of 3 models, 2 micro-batches together.
-    assert score["all-gather"].executions >= 2 * 3 * 4 * 7
+    # Each of 7 matrices of 4 layers is gathered, in 2 micro-batches of which an update has 1.
+    assert score["all-gather"].executions >= 2 * 4 * 7
     assert update["all-gather"].executions >= 2 * 4 * 7
     assert update["all-gather"].executions > update["all-gather"].ops
     assert update["all-reduce"].bytes > 0
@@ -67,49 +65,43 @@ def test_no_verdict_is_given_for_devices_that_are_not_cpus(verdict: Verdict):
     assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
 
 
-def test_a_run_holds_what_was_planned(verdict: Verdict, tmp_path: Path):
-    env = environment(CPU) | {"OMP_NUM_THREADS": "1"}
+def test_a_run_holds_what_was_planned(tmp_path: Path):
+    more = ("critic.kind=model", "algorithm.kl_in=report")
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("planned_run.py")), str(tmp_path)],
-        env=env,
+        [sys.executable, str(Path(__file__).with_name("planned_run.py")), str(tmp_path), *more],
+        env=environment(CPU) | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    layout = verdict.layout
-    rows = [layout[name] for name in ("updates", "micros", "rows", "row_length")]
-    assert found["layout"] == rows and found["policy_length"] == layout["policy_length"]
-    assert found["donated"] is True
-    compared = {name: size for name, size in verdict.held.items() if name != "counters"}
-    for name, size in compared.items():
-        assert found[name] == [size] * 8, name
+    shapes = shapes_of(planned_config(*more), MODEL, 8)
+    layout = shapes.layout
+    assert found["layout"] == [layout.updates, layout.micros, layout.rows, layout.row_length]
+    assert found["policy_length"] == layout.policy_length
+    for name, size in held(shapes).items():
+        assert name == "counters" or found[name] == [size] * 8, name
 
 
 SMALL_GPU, SMALL_TPU = "cuda:h100:1x1x8", "tpu:v5e:2x4"
 
 
-def asked(target: str, **options: Any) -> Verdict:
+def asked(target: str) -> Verdict:
     if not Path(os.environ.get("JAXRL_PLAN_VENV", ROOT / ".venv-plan")).exists():
         pytest.skip("no compilers for GPUs and TPUs here; scripts/make_env.sh plan installs them")
-    return plan_run(planned_config(), MODEL, parse_target(target), **options)
+    return plan_run(planned_config(), MODEL, parse_target(target), steps=("update",))
 
 
 @pytest.mark.parametrize("target", [SMALL_GPU, SMALL_TPU])
 def test_four_layers_compile_for_accelerators_that_are_not_there(target: str):
-    found = asked(target, steps=("update",))
+    found = asked(target)
     update = of(found, "update")
     state = bytes_a_device(shapes_of(planned_config(), MODEL, 8).state)
     assert update.arguments >= update.expected_arguments >= state
     assert update.aliased >= state and update.gathered_logits == ()
     assert found.fits is True and update.peak < 2**30
     assert update.source in found.target
-
-
-def test_what_exceeds_a_device_does_not_fit():
-    found = asked(SMALL_GPU, steps=("score",), hbm=2**20)
-    assert found.fits is False and "score step needs" in found.reason
 
 
 def test_a_missing_environment_says_what_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
