@@ -12,6 +12,7 @@ from jaxrl.models import ModelConfig
 from jaxrl.planner.analytic import estimated_steps
 from jaxrl.planner.memory import Remedy
 from jaxrl.planner.run_shapes import shapes_of
+from jaxrl.sharding import mesh_sizes
 
 __all__ = ["find_remedies"]
 
@@ -81,17 +82,25 @@ def _candidates(config: Config, devices: int) -> Iterator[tuple[dict[str, Any], 
         yield {"packing.micro_batch_tokens": tokens}, devices, "more and smaller micro-batches"
     if config.model.remat != "full":
         yield {"model.remat": "full"}, devices, "layers computed twice"
-    if config.mesh.data != 1:
-        yield _mesh(1, -1, config.mesh.tensor), devices, "weights travel further"
+    sizes = mesh_sizes(config.mesh, devices)
+    if sizes["data"] > 1:
+        changes = _mesh(config, sizes, devices, sizes["tensor"])
+        yield changes, devices, "weights travel further"
     for tensor in (2, 4, 8):
-        if tensor > config.mesh.tensor:
-            yield _mesh(1, -1, tensor), devices, "activations travel in every layer"
+        if tensor > sizes["tensor"]:
+            changes = _mesh(config, sizes, devices, tensor)
+            yield changes, devices, "activations travel in every layer"
     for more in (2, 4, 8):
-        yield _mesh(1, -1, max(config.mesh.tensor, 1)), devices * more, f"{more} times the devices"
+        changes = _mesh(config, sizes, more * devices, sizes["tensor"])
+        yield changes, more * devices, f"{more} times the devices"
 
 
-def _mesh(data: int, fsdp: int, tensor: int) -> dict[str, int]:
-    return {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.tensor": tensor}
+def _mesh(config: Config, sizes: dict[str, int], devices: int, tensor: int) -> dict[str, int]:
+    """Another mesh, with as many rows on each group of devices as now."""
+    now, then = sizes["data"] * sizes["fsdp"], max(devices // tensor, 1)
+    tokens = config.packing.micro_batch_tokens * then // now
+    changes = {"mesh.data": 1, "mesh.fsdp": then, "mesh.tensor": tensor}
+    return changes if then == now else changes | {"packing.micro_batch_tokens": tokens}
 
 
 def _changed(config: Any, changes: dict[str, Any]) -> Any:
