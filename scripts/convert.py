@@ -99,7 +99,7 @@ def jaxrl_to_hf(
         policy, value, host = store.stored(found)
         if (critic or critic_head) and not value:
             raise ConversionError(
-                f"step {found} in {store.folder} has no critic; leave out --critic and --critic-head"
+                f"step {found} in {store.folder} has no critic; leave out --critic(-head)"
             )
         source = source or _model_folder(host, store.folder)
         config = ModelConfig.from_hf(load_hf_config(source))

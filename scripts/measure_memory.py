@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -144,16 +145,14 @@ def save(folder: Path, params: dict) -> None:
     store.close()
 
 
-def to_folder(folder: Path, config) -> None:  # noqa: ANN001
+def to_folder(folder: Path, config: Any) -> None:
     """What `convert.py jaxrl-to-hf --check` does, transformers aside."""
     import convert
 
-    out, how = folder / "converted", dict(critic=False, critic_head=False, check=False)
-    convert.jaxrl_to_hf(
-        *(folder, out),
-        **how,
-        **dict(step=None, source=folder / "model", dtype="bfloat16", max_shard_bytes=10**10),
-    )
+    out, source = folder / "converted", folder / "model"
+    command = ["jaxrl-to-hf", str(folder), str(out), "--source", str(source)]
+    if convert.main([*command, "--dtype", "bfloat16"]):
+        raise SystemExit(1)
     store, step = convert.open_checkpoint(folder, None)
     tensors = convert.hf_tensors(store.stored(step)[0], config)
     convert.compare("checkpoint and folder", tensors, out, "bfloat16")

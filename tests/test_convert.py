@@ -149,7 +149,7 @@ def test_a_checkpoint_without_a_critic_has_none_to_export(
     command = ["jaxrl-to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--critic"]
     assert convert.main(command) == 1
     assert "step 1 in" in (error := capsys.readouterr().err)
-    assert "has no critic; leave out --critic" in error
+    assert "has no critic; leave out --critic(-head)" in error
     assert convert.main([*command[:-1], "--critic-head"]) == 1
     assert not (tmp_path / "out").exists()
 
