@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 from planning_for import MODEL, planned_config
@@ -20,6 +21,8 @@ from planning_for import MODEL, planned_config
 from jaxrl.checkpoint.hf_export import export_hf
 from jaxrl.iteration import pack_for, plan_for
 from jaxrl.models import Model
+from jaxrl.planner import RunShapes, shapes_of
+from jaxrl.planner.compiling import like_logits
 from jaxrl.sharding import batch_sharding, make_mesh, row_multiple
 from jaxrl.state import fresh_state, make_optimizers, reference_params
 from jaxrl.train_steps import make_model, make_steps
@@ -55,6 +58,21 @@ def on_each_device(tree: Any) -> list[int]:
     return list(sizes.values())
 
 
+def seen_to_gather(shapes: RunShapes, *places: Any) -> tuple[str, ...]:
+    """What `like_logits` sees in a program whose logits are made here and wanted there."""
+    rows, mesh = shapes.layout.rows, shapes.mesh
+    made, wanted = (NamedSharding(mesh, PartitionSpec(*place)) for place in places)
+    hidden = jax.ShapeDtypeStruct((rows, 16, 32), np.float32, sharding=batch_sharding(mesh, 0))
+    columns = NamedSharding(mesh, PartitionSpec(None, "tensor"))
+    head = jax.ShapeDtypeStruct((32, 208), np.float32, sharding=columns)
+
+    def logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(hidden @ head, made) * 2
+
+    text = jax.jit(logits, out_shardings=wanted).lower(hidden, head).compile().as_text()
+    return like_logits(shapes, text or "")
+
+
 def main(folder: Path, overrides: list[str]) -> None:
     """An iteration up to its first update, as the trainer does it."""
     export_hf(folder / "model", Model(MODEL).init(jax.random.key(3)), MODEL)
@@ -75,6 +93,12 @@ def main(folder: Path, overrides: list[str]) -> None:
         positive=np.zeros(len(given), bool),
     )
     trained, _ = steps.advantage(packed, anchors, outcomes, state.kl_coef)
+    rows = ("data", "fsdp")
+    shapes = shapes_of(config, MODEL, mesh)
+    split, whole = (rows, None, "tensor"), (rows, None, None)
+    gathered = {"kept": seen_to_gather(shapes, split, split)}
+    gathered |= {"columns": seen_to_gather(shapes, split, whole)}
+    gathered |= {"rows": seen_to_gather(shapes, split, (None, None, "tensor"))}
     found = {
         "policy parameters": state.policy_params,
         "policy optimizer": state.policy_opt,
@@ -87,6 +111,7 @@ def main(folder: Path, overrides: list[str]) -> None:
     }
     sizes: dict[str, Any] = {name: on_each_device(tree) for name, tree in found.items()}
     sizes["layout"] = [layout.updates, layout.micros, layout.rows, layout.row_length]
+    sizes["gathered"] = gathered
     print(json.dumps(sizes | {"policy_length": layout.policy_length}))
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from planning_for import MODEL, planned_config
@@ -65,18 +66,33 @@ def test_no_verdict_is_given_for_devices_that_are_not_cpus(verdict: Verdict):
     assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
 
 
-def test_a_run_holds_what_was_planned(tmp_path: Path):
-    more = ("critic.kind=model", "algorithm.kl_in=report")
+MORE = ("critic.kind=model", "algorithm.kl_in=report")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `planned_run` says."""
+    folder = tmp_path_factory.mktemp("run")
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("planned_run.py")), str(tmp_path), *more],
+        [sys.executable, str(Path(__file__).with_name("planned_run.py")), str(folder), *MORE],
         env=environment(CPU) | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    shapes = shapes_of(planned_config(*more), MODEL, 8)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_gathered_logits_would_be_seen(found: dict[str, Any]):
+    # A device has 1 of 4 rows of 16 positions, and 104 of 208 columns.
+    assert found["gathered"]["columns"] == ["[1, 16, 208]"]
+    assert found["gathered"]["rows"] == ["[4, 16, 104]"]
+    assert found["gathered"]["kept"] == []
+
+
+def test_a_run_holds_what_was_planned(found: dict[str, Any]):
+    shapes = shapes_of(planned_config(*MORE), MODEL, 8)
     layout = shapes.layout
     assert found["layout"] == [layout.updates, layout.micros, layout.rows, layout.row_length]
     assert found["policy_length"] == layout.policy_length
