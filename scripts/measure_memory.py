@@ -58,18 +58,19 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def make_model(folder: Path, gb: float) -> int:
+def make_model(folder: Path, gb: float, layers: int = 20) -> int:
     """Writes a random model of about `gb` billion bytes; returns the bytes of its tensors."""
     from jaxrl.checkpoint.hf_files import TensorSource, write_json, write_weights
     from jaxrl.models import ModelConfig, weight_table
 
-    width = max(round(math.sqrt(gb * 1e9 / 2 / 360) / 64), 1) * 64
+    # Parameters: 13 width^2 in a layer, 60 width^2 in the embedding and as many in the head.
+    width = max(round(math.sqrt(gb * 1e9 / 2 / (13 * layers + 120)) / 64), 1) * 64
     config = ModelConfig(
         "qwen3",
         vocab_size=60 * width,
         hidden_size=width,
         intermediate_size=3 * width,
-        num_hidden_layers=20,
+        num_hidden_layers=layers,
         num_attention_heads=width // 64,
         num_key_value_heads=width // 64,
         head_dim=64,
