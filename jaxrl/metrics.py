@@ -73,6 +73,7 @@ METRICS: Mapping[str, str] = {
     "first_update/logprob_diff_max": "largest |new - old log-probability| there, nats: 0",
     "first_update/clip_fraction": "fraction of policy tokens clipped there: 0",
     "time/iteration_s": "whole iteration, seconds; time/<phase>_s: a phase of it",
+    "time/checkpoint_s": "seconds that the loop waited for the checkpoint of the iteration before",
     "time/scoring_s": "seconds that scoring took, within time/rollout_s or ahead of it",
     "speed/generated_tokens_per_s": "sampled tokens a second of the rollout phase",
     "speed/trained_tokens_per_s": "tokens a second of the update phase, each pass counted",

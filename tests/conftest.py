@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -28,3 +29,13 @@ def _forget_compiled_programs() -> Iterator[None]:
     """
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the warmed-up tiny model, made once; treat it as read-only."""
+    from jaxrl.tiny import make
+
+    folder = tmp_path_factory.mktemp("tiny") / "base"
+    make(str(folder), 0)
+    return folder

@@ -45,6 +45,19 @@ def make_state(seed: int, width: int = 4) -> TrainState:
     )
 
 
+def numbered_state(step: int) -> TrainState:
+    """A state full of its step, made without compiling anything."""
+    full = {"kernel": np.full((256, 64), step, np.float32)}
+    counters = ("updates", "iteration", "kl_coef", "reward_moments", "skipped", "skipped_in_a_row")
+    return TrainState(
+        policy_params=full,
+        value_params=full,
+        policy_opt=full,
+        value_opt=full,
+        **{name: np.array(step, np.int32) for name in counters},
+    )
+
+
 @partial(jax.jit, donate_argnums=0)
 def train(state: TrainState) -> TrainState:
     """One update with made-up gradients that depend on everything, donating the state."""

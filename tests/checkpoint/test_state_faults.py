@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxrl.checkpoint.state import FORMAT_VERSION, CheckpointStore
 from jaxrl.errors import CheckpointError
-from jaxrl.types import TrainState
 from tests.checkpoint.states import (
     assert_same_bits,
     make_state,
+    numbered_state,
     save,
 )
 
@@ -212,19 +211,6 @@ def test_left_overs_of_a_killed_process_are_ignored_and_removed(store: Checkpoin
     assert store.latest() == 1 and store.steps() == [1] and not store.damaged()
     save(store, 3)
     assert sorted(path.name for path in store.folder.iterdir()) == ["00000001", "00000003"]
-
-
-def numbered_state(step: int) -> TrainState:
-    """A state full of its step, made without compiling anything."""
-    full = {"kernel": np.full((256, 64), step, np.float32)}
-    counters = ("updates", "iteration", "kl_coef", "reward_moments", "skipped", "skipped_in_a_row")
-    return TrainState(
-        policy_params=full,
-        value_params=full,
-        policy_opt=full,
-        value_opt=full,
-        **{name: np.array(step, np.int32) for name in counters},
-    )
 
 
 def save_for_ever(folder: Path, saved: Any) -> None:
