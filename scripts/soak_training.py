@@ -44,7 +44,7 @@ class Training:
     def __init__(self, job: Job, run: Path) -> None:
         """Start it in the folder `run`, where it goes on from what is there."""
         run.mkdir(parents=True, exist_ok=True)
-        self.run, self._begun = run, time.monotonic()
+        self.run, self._begun, self._date = run, time.monotonic(), time.time()
         self._said = run / "said.txt"
         with self._said.open("w") as said:
             self._processes = [
@@ -57,7 +57,8 @@ class Training:
                 )
                 for flags in _flags_of(job.processes)
             ]
-        self._seen = self._left = set(self._unfinished())
+        self._seen: set[str] = set()
+        self._old_graves = set(run.glob("checkpoints/.discarded-*"))
 
     @property
     def seconds(self) -> float:
@@ -82,8 +83,8 @@ class Training:
 
     def saves(self) -> int:
         """How many saves have begun, as far as this has been called often enough to see them."""
-        self._seen = self._seen | set(self._unfinished())
-        return len(self._seen - self._left)
+        self._seen |= {path.name for path in self._unfinished()}
+        return len(self._seen)
 
     def saving(self) -> bool:
         """Whether one is under way."""
@@ -113,11 +114,10 @@ class Training:
             )
 
     def caught(self) -> str:
-        """What it was at when it was killed, read from what it left."""
-        folder = self.run / "checkpoints"
-        for path in sorted(folder.glob(".unfinished-*")):
+        """What it was at when it was killed, read from what it left and no earlier kill had."""
+        for path in self._unfinished():
             return f"{_stage(path)} of {int(path.name.split('-')[1])}"
-        if any(folder.glob(".discarded-*")):
+        if set(self.run.glob("checkpoints/.discarded-*")) - self._old_graves:
             return "removing an old checkpoint"
         lines = [line for line in self.said.splitlines() if line.startswith("iter ")]
         if lines:
@@ -135,13 +135,17 @@ class Training:
         if any(codes):
             raise RuntimeError(f"the run ended with {codes}:\n{self.said[-3000:]}")
 
-    def _unfinished(self) -> list[tuple[str, int]]:
-        """Name and inode of what is being written: a step that comes again is another save."""
-        try:
-            entries = list(os.scandir(self.run / "checkpoints"))
-        except FileNotFoundError:
-            return []
-        return [(e.name, e.inode()) for e in entries if e.name.startswith(".unfinished-")]
+    def _unfinished(self) -> list[Path]:
+        """Saves under way; not those that an earlier kill has left there, until the next one."""
+        found = []
+        for path in (self.run / "checkpoints").glob(".unfinished-*"):
+            try:
+                begun = (path / "host.json").stat().st_mtime
+            except FileNotFoundError:
+                continue
+            if begun >= self._date:
+                found.append(path)
+        return found
 
 
 def _flags_of(processes: int) -> list[list[str]]:
@@ -162,7 +166,7 @@ def _stage(unfinished: Path) -> str:
         return "writing the manifest"
     if (unfinished / "arrays").is_dir():
         return "summing up the files"
-    return "writing the arrays" if (unfinished / "host.json").exists() else "beginning the save"
+    return "writing the arrays"
 
 
 def _children(pid: int) -> list[int]:
