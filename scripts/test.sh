@@ -6,7 +6,8 @@
 #
 # The first run downloads packages and SmolLM2-135M (93 MB); later ones work offline. JAXRL_VENV names
 # another place than .venv, JAXRL_SGLANG_VENV and JAXRL_ROUTER_VENV other places than .venv-sglang
-# (2.6 GB) and .venv-sglang-router; JAXRL_TEST_WORKERS the processes the suite runs in (2).
+# (2.6 GB) and .venv-sglang-router, JAXRL_PLAN_VENV one than .venv-plan (2.6 GB, 90 seconds);
+# JAXRL_TEST_WORKERS the processes the suite runs in (2).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -24,6 +25,9 @@ step server
 scripts/serve_sglang_cpu.sh --install
 step router
 scripts/serve_sglang_cpu.sh --install-router
+
+step compilers
+scripts/make_env.sh plan
 
 step model
 "$venv/bin/python" scripts/get_smollm2.py

@@ -34,7 +34,16 @@ LAYERS = {
     "models and placement": {"models", "sharding", "optim"},
     "pure steps": {"planning", "packing", "steps", "update", "critic"},
     "outside world": set(),
-    "trainer": {"setup", "evaluation", "iteration", "saving", "trainer", "commands", "compare"},
+    "trainer": {
+        "setup",
+        "evaluation",
+        "iteration",
+        "saving",
+        "trainer",
+        "commands",
+        "compare",
+        "planner",
+    },
 }
 ORDER = list(LAYERS)
 MATHS = sorted(LAYERS["maths"])

@@ -204,6 +204,7 @@ PARAMETERS = {
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-4B-Base": 4_022_468_096,
+    "SmolLM2-135M-Instruct": 134_515_008,
 }
 """As published."""
 

@@ -121,7 +121,7 @@ def find_model(config: Config, file: Path | None, table: Path) -> tuple[str, Mod
     name = Path(config.model.path).name
     own, known = Path(config.model.path) / "config.json", table / f"{name}.json"
     path = file or (own if own.exists() else known)
-    if not path.exists():
+    if file is None and not path.exists():
         names = sorted(p.stem for p in table.glob("*.json"))
         raise ConfigError(
             f"model.path={config.model.path}: neither {own} nor {known} is there; give the shape "

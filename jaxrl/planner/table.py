@@ -86,9 +86,13 @@ def _page(answers: Sequence[Answer]) -> Iterator[str]:
     yield ""
     yield "## Commands"
     yield ""
-    for answer in answers:
-        seconds = sum(step.seconds for step in answer.compiled.steps)
-        yield f"- `{answer.command}`: {answer.date}, {seconds:.0f} s, {_versions(answer.compiled)}"
+    for versions in dict.fromkeys(_versions(answer.compiled) for answer in answers):
+        yield f"With {versions}; the seconds are two steps' on two busy cores:"
+        yield ""
+        for answer in answers:
+            if _versions(answer.compiled) == versions:
+                seconds = sum(step.seconds for step in answer.compiled.steps)
+                yield f"- `{answer.command}` ({answer.date}, {seconds:.0f} s)"
 
 
 def _rows(answers: Sequence[Answer], errors: list[float]) -> Iterator[str]:
