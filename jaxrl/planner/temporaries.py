@@ -147,12 +147,15 @@ def sample_temporaries(shapes: RunShapes) -> dict[str, int]:
     )
     filters = any((rollout.top_k, rollout.top_p < 1, rollout.min_p))
     activations = 3 * size.inner + 3 * size.heads + 4 * size.width
+    cache = column * rows * (batch.columns + rollout.max_new_tokens - 1)
+    prompts_cache = column * prompts * batch.columns
+    layer = prompts * batch.columns * size.real * activations
+    logits = (3 if filters else 1) * _F32 * rows * shapes.model.config.vocab_size
     return {
         "weights": whole // split,
-        "cache": column * rows * (batch.columns + rollout.max_new_tokens - 1),
-        "cache of the prompts": column * prompts * batch.columns,
-        "logits": (6 if filters else 3) * _F32 * rows * shapes.model.config.vocab_size,
-        "layer": prompts * batch.columns * size.real * activations,
+        "cache": cache,
+        # One after the other: prompts are computed, their cache is spread, tokens are drawn.
+        "prompts or logits": max(prompts_cache + layer - cache, prompts_cache, logits),
     }
 
 
