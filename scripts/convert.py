@@ -7,8 +7,8 @@
 
 A checkpoint is named by a run folder, its checkpoints folder, or one checkpoint in there; one
 process or many may have written it. What goes out is read and written a piece at a time, so that
-the model need not fit into memory. What hf-to-jaxrl writes holds the policy alone: a training run
-starts from the Hugging Face folder.
+the model need not fit into memory. What hf-to-jaxrl writes holds the policy alone, for which it
+needs memory for two copies in float32; a training run starts from the Hugging Face folder itself.
 
 With `--critic` it is the critic that is written, as a token classifier whose one logit at a token
 is the value of the state after it; `critic.path` takes such a folder (see `critic.keep_head`).
@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from convert_check import compare, compare_with_transformers, logits, values
 
@@ -39,8 +40,10 @@ from jaxrl.checkpoint.hf_classifier import (
 from jaxrl.checkpoint.hf_export import export_hf, hf_tensors
 from jaxrl.checkpoint.hf_files import write_file
 from jaxrl.checkpoint.state import CheckpointStore
+from jaxrl.config import MeshConfig
 from jaxrl.errors import CheckpointError, ConversionError, JaxrlError
-from jaxrl.models import ModelConfig
+from jaxrl.models import ModelConfig, weight_table
+from jaxrl.sharding import make_mesh, tree_shardings
 from jaxrl.types import TrainState
 
 
@@ -49,7 +52,10 @@ def hf_to_jaxrl(folder: Path, out: Path, *, check: bool) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConversionError(f"{out} exists and is not empty; give a new folder")
     config = ModelConfig.from_hf(load_hf_config(folder))
-    state = policy_alone(load_params(folder, config))
+    # Arrays of JAX's on the CPU: of numpy's, saving makes two copies, of these one.
+    mesh = make_mesh(MeshConfig(), jax.devices("cpu")[:1])
+    table = ((w.path, w.full_shape, w.axes) for w in weight_table(config))
+    state = policy_alone(load_params(folder, config, shardings=tree_shardings(mesh, table)))
     store = CheckpointStore(out, keep=1)
     try:
         store.save(0, state, {"config": {"model": {"path": str(folder.resolve())}}})

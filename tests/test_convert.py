@@ -99,17 +99,17 @@ def test_the_newest_policy_of_a_run_is_exported(
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
 
 
-@pytest.mark.parametrize("by", ["step", "folder"])
-def test_an_older_checkpoint_can_be_named(
-    by: str, folder: Path, run_dir: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("by", ["step", "folder", "name"])
+def test_a_checkpoint_can_be_named(by: str, folder: Path, run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     where = {
         "step": [str(run_dir / "checkpoints"), str(out), "--step", "2"],
         "folder": [str(run_dir / "checkpoints" / "00000002"), str(out)],
+        "name": [str(run_dir), str(out), "--step", "latest"],
     }[by]
     assert convert.main(["jaxrl-to-hf", *where]) == 0
-    expected: dict[str, Any] = trained(folder, 1.02).policy_params
+    scale = 1.04 if by == "name" else 1.02
+    expected: dict[str, Any] = trained(folder, scale).policy_params
     assert_same_tree(load_params(out, config_of(out)), expected)
 
 
@@ -232,8 +232,8 @@ def test_check_fails_where_weights_differ(
     assert "checkpoint in float32 and export disagree in 1 tensor(s)" in error
     assert "model.norm.weight: 1 elements, by up to" in error
 
-    def other(path: Path, config: ModelConfig) -> dict[str, Any]:
-        return load_params(out, config)
+    def other(path: Path, config: ModelConfig, **settings: Any) -> dict[str, Any]:
+        return load_params(out, config, **settings)
 
     monkeypatch.setattr(convert, "load_params", other)
     assert convert.main(["hf-to-jaxrl", str(folder), str(tmp_path / "two"), "--check"]) == 1
