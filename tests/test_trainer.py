@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 import yaml
@@ -23,61 +22,10 @@ from jaxrl.checkpoint.state import CheckpointStore
 from jaxrl.config import Config
 from jaxrl.config_io import load_config
 from jaxrl.errors import CheckpointError, ConfigError, DataError, RewardError, TrainingError
-from jaxrl.metrics import WALL_CLOCK, read_metrics, read_samples
+from jaxrl.metrics import read_metrics, read_samples
 from jaxrl.models import ModelConfig
-from jaxrl.setup import build
-from jaxrl.trainer import start, train
-
-ROOT = Path(__file__).parents[1]
-SMALL = [
-    "rollout.prompts=8",
-    "rollout.samples=4",
-    "rollout.batch_size=32",
-    "packing.micro_batch_tokens=128",
-    "data.eval.params={split: test, size: 32, length: 6}",
-    "data.train.params={split: train, size: 40, length: 6}",
-    "log.tensorboard=false",
-    "log.progress=false",
-    "eval.every=0",
-    "checkpoint.export=false",
-]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The warmed-up tiny model, made once."""
-    from jaxrl.tiny import make
-
-    folder = tmp_path_factory.mktemp("tiny") / "base"
-    make(str(folder), 0)
-    return folder
-
-
-def configure(base: Path, run_dir: Path, *overrides: str, small: bool = True) -> Config:
-    settings = [f"run_dir={run_dir}", f"model.path={base}", "model.make=null"]
-    return load_config([ROOT / "configs/tiny.yaml"], settings + SMALL * small + list(overrides))
-
-
-def go(config: Config) -> dict[str, Any]:
-    """Run in this process; the final state as NumPy leaves, and the metrics that repeat."""
-    store = CheckpointStore(Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep)
-    run = build(config)
-    try:
-        state = train(run, store, start(run, store))
-        leaves = jax.tree.map(np.asarray, state)
-    finally:
-        run.close()
-        store.close()
-    rows = [
-        {k: v for k, v in row.items() if not k.startswith(WALL_CLOCK)}
-        for row in read_metrics(config.run_dir)
-    ]
-    return {"state": leaves, "metrics": rows}
-
-
-def same(a: Any, b: Any) -> None:
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
+from scripts import train as train_script
+from tests.tiny_runs import ROOT, configure, go, same
 
 
 @pytest.mark.parametrize("critic", ["model", "head"])
@@ -85,9 +33,7 @@ def test_first_ratio_is_exactly_one_and_everything_is_recorded(
     base: Path, tmp_path: Path, critic: str
 ):
     """On one CPU device in float32, with the checkpoint-wrapped forward both passes share."""
-    config = configure(
-        base, tmp_path, "iterations=2", f"critic.kind={critic}", "algorithm.updates=2"
-    )
+    config = configure(base, tmp_path, f"critic.kind={critic}", "algorithm.updates=2")
     result = go(config)
     for row in result["metrics"][1:]:
         assert row["first_update/ratio_mean"] == 1.0
@@ -106,7 +52,7 @@ def test_first_ratio_is_exactly_one_and_everything_is_recorded(
         *("value/grad_norm", "value/lr", "rollout/response_length", "reward/mean", "eval/score"),
         *("rollout/logprob_diff_mean", "rollout/truncated_fraction", "packing/efficiency"),
     }
-    assert wanted <= set(result["metrics"][2])
+    assert wanted <= set(result["metrics"][3])
     timed = read_metrics(tmp_path)[2]
     phases = {"rollout", "scoring", "pack", "score", "advantage", "update", "publish"}
     assert {f"time/{name}_s" for name in phases} <= set(timed)
@@ -114,24 +60,37 @@ def test_first_ratio_is_exactly_one_and_everything_is_recorded(
     assert len([r for r in read_samples(tmp_path) if r["step"] == 2 and not r.get("held_out")]) == 4
 
 
-def test_rs01_a_resumed_run_equals_one_never_stopped(base: Path, tmp_path: Path):
+CARRIED = [
+    *("iterations=7", "checkpoint.every=5", "critic.warmup_iterations=2"),
+    *("algorithm.kl_in=reward", "algorithm.kl_target=0.01", "algorithm.kl_horizon=100"),
+    *("optim.policy.schedule=linear", "optim.policy.warmup_steps=3"),
+    *("reward.normalise=mean_std", "algorithm.truncated=bootstrap"),
+]
+"""With something of everything that one iteration hands to the next."""
+
+
+@pytest.fixture(scope="module")
+def carried(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Folder and outcome of a run that is never stopped; others only read them."""
+    folder = tmp_path_factory.mktemp("carried") / "run"
+    return folder, go(configure(base, folder, *CARRIED))
+
+
+def test_rs01_a_resumed_run_equals_one_never_stopped(
+    base: Path, tmp_path: Path, carried: tuple[Path, dict[str, Any]]
+):
     """RS-01, RS-02, RS-04, RS-06, RS-07, RS-10: parameters, moments, rates, prompts, KL, seeds.
 
     40 prompts and 8 an iteration: the stop after iteration 5 is at the end of an epoch.
     """
-    options = [
-        *("algorithm.kl_in=reward", "algorithm.kl_target=0.01", "algorithm.kl_horizon=100"),
-        *("optim.policy.schedule=linear", "optim.policy.warmup_steps=3", "checkpoint.every=5"),
-        *("reward.normalise=mean_std", "algorithm.truncated=bootstrap"),
-    ]
-    whole = go(configure(base, tmp_path / "whole", "iterations=7", *options))
+    folder, whole = carried
     # The same run, killed after iteration 5's checkpoint (its later files are removed).
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.copytree(folder, tmp_path / "cut")
     store = CheckpointStore(tmp_path / "cut/checkpoints", keep=2)
     assert store.steps() == [5, 7]
     store.close()
     shutil.rmtree(next(p for p in (tmp_path / "cut/checkpoints").iterdir() if "7" in p.name))
-    resumed = go(configure(base, tmp_path / "cut", "iterations=7", *options))
+    resumed = go(configure(base, tmp_path / "cut", *CARRIED))
     same(resumed["state"], whole["state"])
     assert resumed["metrics"] == whole["metrics"]
     coefficients = [row["kl/coef"] for row in whole["metrics"][1:]]
@@ -141,9 +100,18 @@ def test_rs01_a_resumed_run_equals_one_never_stopped(base: Path, tmp_path: Path)
     assert whole["metrics"][-1]["kl/reference"] != 0.0
 
 
+def test_critic_warm_up_leaves_the_policy_alone(carried: tuple[Path, dict[str, Any]]):
+    rows = carried[1]["metrics"][1:]
+    assert [row["policy/lr"] > 0 for row in rows] == [False] * 2 + [True] * 5
+    assert [row["value/lr"] > 0 for row in rows] == [True] * 7
+    # What samples iteration i + 1 is what iteration i left: the reference itself, so far.
+    assert [row["kl/reference"] for row in rows[:3]] == [0.0] * 3
+    assert rows[3]["kl/reference"] != 0.0
+
+
 def test_the_same_seed_repeats_and_another_does_not(base: Path, tmp_path: Path):
     runs = {
-        name: go(configure(base, tmp_path / name, "iterations=2", f"seed={seed}"))
+        name: go(configure(base, tmp_path / name, f"seed={seed}"))
         for name, seed in (("a", 1), ("b", 1), ("c", 2))
     }
     same(runs["a"]["state"], runs["b"]["state"])
@@ -154,32 +122,25 @@ def test_the_same_seed_repeats_and_another_does_not(base: Path, tmp_path: Path):
 def test_a_reported_kl_changes_nothing_and_an_unmeasured_one_is_not_recorded(
     base: Path, tmp_path: Path
 ):
-    off = go(configure(base, tmp_path / "off", "iterations=3"))
-    on = go(configure(base, tmp_path / "on", "iterations=3", "algorithm.kl_in=report"))
+    off = go(configure(base, tmp_path / "off"))
+    on = go(configure(base, tmp_path / "on", "algorithm.kl_in=report"))
     same(off["state"].policy_params, on["state"].policy_params)
     assert not any(name.startswith("kl/") for row in off["metrics"] for name in row)
     assert on["metrics"][1]["kl/reference"] == 0.0 != on["metrics"][3]["kl/reference"]
 
 
 def test_grpo_needs_no_critic(base: Path, tmp_path: Path):
-    config = configure(base, tmp_path, "algorithm.advantage_mode=grpo", "iterations=2")
+    config = configure(base, tmp_path, "algorithm.advantage_mode=grpo")
     result = go(config)
     assert result["state"].value_params == {}
     assert result["metrics"][-1]["first_update/ratio_mean"] == 1.0
-
-
-def test_critic_warm_up_leaves_the_policy_alone(base: Path, tmp_path: Path):
-    config = configure(base, tmp_path, "critic.warmup_iterations=2", "iterations=3")
-    rows = go(config)["metrics"]
-    assert [row["policy/lr"] for row in rows[1:]] == [0.0, 0.0, pytest.approx(1e-4)]
-    assert [row["value/lr"] > 0 for row in rows[1:]] == [True] * 3
 
 
 def test_nf02_non_finite_updates_stop_the_run_and_leave_a_finite_checkpoint(
     base: Path, tmp_path: Path
 ):
     options = ("optim.policy.lr=1e38", "optim.policy.max_grad_norm=0", "checkpoint.every=1")
-    config = configure(base, tmp_path, "iterations=20", *options)
+    config = configure(base, tmp_path, "iterations=20", "critic.kind=head", *options)
     with pytest.raises(TrainingError, match="3 updates in a row.*max_skipped_in_a_row=3"):
         go(config)
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
@@ -238,9 +199,9 @@ def test_rw03_invalid_rewards_can_be_dropped_and_are_counted(
 ):
     write_functions(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    options = ["reward.on_invalid=drop", "iterations=2"]
+    options = ["reward.on_invalid=drop"]
     some = go(configure(base, tmp_path / "a", "reward.functions=[{fn: my_rewards:some}]", *options))
-    assert [row["reward/invalid"] for row in some["metrics"][1:]] == [11.0, 11.0]
+    assert [row["reward/invalid"] for row in some["metrics"][1:]] == [11.0] * 3
     everything = go(
         configure(base, tmp_path / "b", "reward.functions=[{fn: my_rewards:nans}]", *options)
     )
@@ -261,7 +222,7 @@ def written(config: Config, path: Path) -> Path:
 
 
 def test_ck06_sigterm_saves_the_last_finished_iteration(base: Path, tmp_path: Path):
-    options = ("iterations=200", "checkpoint.every=0", "log.progress=true")
+    options = ("iterations=2000", "critic.kind=head", "checkpoint.every=0", "log.progress=true")
     path = written(configure(base, tmp_path / "run", *options), tmp_path / "config.yaml")
     log = (tmp_path / "log").open("w")
     process = subprocess.Popen(command(path), stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path)
@@ -298,7 +259,7 @@ def test_ck06_a_signal_ends_a_long_wait_at_once(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = configure(
-        *(base, tmp_path / "run", "iterations=3", "eval.every=2", "checkpoint.every=0"),
+        *(base, tmp_path / "run", "eval.every=2", "checkpoint.every=0"),
         *("reward.functions=[{fn: slow_rewards:score}]", "reward.timeout_s=600"),
     )
     begun = time.monotonic()
@@ -313,19 +274,21 @@ def test_ck06_a_signal_ends_a_long_wait_at_once(
     store.close()
 
 
-def test_the_command_line_trains_exports_and_evaluates(base: Path, tmp_path: Path):
-    options = ("iterations=2", "checkpoint.export=true", "log.progress=true")
+def test_the_command_line_trains_exports_and_evaluates(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    options = ("critic.kind=head", "checkpoint.export=true", "log.progress=true")
     path = written(configure(base, tmp_path / "run", *options), tmp_path / "config.yaml")
 
     def call(*flags: str) -> str:
-        done = subprocess.run(command(path, *flags), capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert train_script.main([str(path), *flags]) == 0
+        return capsys.readouterr().out
 
     dry = call("--dry-run")
     assert "nothing was trained" in dry and not (tmp_path / "run/checkpoints").exists()
-    out = call()
-    assert "held-out score  before" in out and "iter 2/2" in out
+    done = subprocess.run(command(path), capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "held-out score  before" in done.stdout and "iter 3/3" in done.stdout
     for name in (
         *("curves.png", "config.yaml", "metrics.jsonl", "provenance.jsonl"),
         "export/model.safetensors",
@@ -334,10 +297,10 @@ def test_the_command_line_trains_exports_and_evaluates(base: Path, tmp_path: Pat
     assert load_config([tmp_path / "run/config.yaml"]) == load_config([path])
     answer = call("--eval")
     score = read_metrics(tmp_path / "run")[-1]["eval/score"]
-    assert f"eval/score {score:.4g}" in answer and "iteration 2" in answer
+    assert f"eval/score {score:.4g}" in answer and "iteration 3" in answer
     assert yaml.safe_load(call("--print-config", "seed=3"))["seed"] == 3
     # The export is a Hugging Face model that says what the policy says.
-    again = go(configure(tmp_path / "run/export", tmp_path / "again", "iterations=1"))
+    again = go(configure(tmp_path / "run/export", tmp_path / "again"))
     assert again["metrics"][0]["eval/score"] == pytest.approx(score)
 
 
@@ -355,8 +318,8 @@ def test_a_wrong_key_on_the_command_line_exits_with_one_line(tmp_path: Path):
 
 
 def test_ppo_learns(base: Path, tmp_path: Path):
-    """configs/tiny.yaml itself, 25 iterations: sampled accuracy rises by at least half again."""
-    config = configure(base, tmp_path, "iterations=25", "log.tensorboard=false", small=False)
+    """configs/tiny.yaml itself, 15 iterations: sampled accuracy rises by at least half again."""
+    config = configure(base, tmp_path, "iterations=15", "log.tensorboard=false", small=False)
     rows = go(config)["metrics"][1:]
     rewards = [row["reward/mean"] for row in rows]
     first, last = np.mean(rewards[:3]), np.mean(rewards[-3:])
