@@ -18,7 +18,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,39 +39,41 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a run that nobody stops takes, in seconds; moments are drawn from it."""
+    """How long things take, in seconds; moments are drawn from it."""
 
     start: float
-    """Until the first folder of a checkpoint appears."""
-    whole: float
+    """From the start of the process to its first save: as it was the last time."""
+    training: float
+    """From there to the end of a run that nobody stops."""
     save: float
-    """Longest time that such a folder was there before it had its final name."""
+    """Longest time that a checkpoint's folder was there before it had its final name."""
 
 
 def measure(job: Job, run: Path) -> Pace:
     """Run to the end undisturbed."""
     training = Training(job, run)
-    start, save, since = 0.0, 0.0, None
+    save, since = 0.0, None
     while not training.ended:
-        saving = training.saving()
-        if saving:
-            start, since = start or training.seconds, since or time.monotonic()
+        training.saves()
+        if training.saving():
+            since = since or time.monotonic()
             save = max(save, time.monotonic() - since)
         else:
             since = None
         time.sleep(0.002)
     whole = training.seconds
     training.end()
-    return Pace(start, whole, save)
+    start = training.first_save or whole
+    return Pace(start, whole - start, save)
 
 
 def wait_for(training: Training, aim: str, pace: Pace, rng: random.Random) -> bool:
     """Wait for the moment to kill; False if the run ended before."""
     draws = [rng.random() for _ in range(3)]  # as many whatever the aim
     if aim == "any moment":
-        saves, delay = 0, draws[0] * pace.whole
+        saves, delay = 0, draws[0] * (pace.start + pace.training)
     elif aim == "training":
-        saves, delay = 1, draws[0] * (pace.whole - pace.start) / 2
+        saves, delay = 1, draws[0] * pace.training / 2
     else:
         saves, delay = 1 + int(draws[1] * 3), draws[0] * pace.save
     while training.saves() < saves and not training.ended:
@@ -134,8 +136,8 @@ def soak(job: Job, *, kills: int, seed: int) -> Iterator[str]:
     rng, whole = random.Random(seed), job.out / "uninterrupted"
     pace = measure(job, whole)
     yield (
-        f"Uninterrupted: {job.iterations} iterations, {pace.whole:.1f} s; the first save after "
-        f"{pace.start:.1f} s, the longest took {pace.save:.2f} s.\n\n{HEADER}"
+        f"Uninterrupted: {job.iterations} iterations; the first save after {pace.start:.1f} s, the "
+        f"end {pace.training:.1f} s later; the longest save took {pace.save:.2f} s.\n\n{HEADER}"
     )
     killed, number, verdicts = 0, 0, []
     while killed < kills:
@@ -151,6 +153,7 @@ def soak(job: Job, *, kills: int, seed: int) -> Iterator[str]:
             after = training.seconds
             training.kill(rng.randrange(job.processes))
             training.check_went_on_from(there)
+            pace = replace(pace, start=training.first_save or pace.start)
             killed, there = killed + 1, newest(run)
             yield (
                 f"| {killed}/{kills} | {number} | {aim} | {after:.1f} s | "

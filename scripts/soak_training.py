@@ -58,6 +58,8 @@ class Training:
                 for flags in _flags_of(job.processes)
             ]
         self._seen: set[str] = set()
+        self.first_save: float | None = None
+        """Seconds until a save was first seen to have begun."""
         self._old_graves = set(run.glob("checkpoints/.discarded-*"))
 
     @property
@@ -84,6 +86,8 @@ class Training:
     def saves(self) -> int:
         """How many saves have begun, as far as this has been called often enough to see them."""
         self._seen |= {path.name for path in self._unfinished()}
+        if self._seen and self.first_save is None:
+            self.first_save = self.seconds
         return len(self._seen)
 
     def saving(self) -> bool:
