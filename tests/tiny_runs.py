@@ -56,11 +56,13 @@ def go(config: Config) -> dict[str, Any]:
 def with_known_steps(run: Run) -> Run:
     """The run with the steps of an earlier one that differs in nothing they are made from."""
     config, unread = run.config, Config()
+    schedules = {config.optim.policy.schedule, config.optim.value.schedule}
     made_from = dataclasses.replace(
         config,
         **{name: getattr(unread, name) for name in ("run_dir", "seed", "data", "reward")},
         **{name: getattr(unread, name) for name in ("eval", "checkpoint", "log")},
         model=dataclasses.replace(config.model, path=""),
+        iterations=0 if schedules == {"constant"} else config.iterations,
     )
     return dataclasses.replace(run, steps=STEPS.setdefault(repr(made_from), run.steps))
 
