@@ -17,6 +17,7 @@ from jax import lax
 from jaxrl.config import CriticConfig
 from jaxrl.logprobs import HeadSplit, PlacedHead, TiedHead
 from jaxrl.models import Model, value_head_apply, value_head_init
+from jaxrl.sharding import platform_of
 from jaxrl.steps import Forward, predicting_hidden, row_inputs
 from jaxrl.types import PackedBatch
 
@@ -39,7 +40,7 @@ def make_forward(model: Model, critic: CriticConfig | None, *, branches: bool = 
         # A tied head is read as it lies: its transpose would be a copy of the embedding a pass.
         tied = model.config.tie_word_embeddings
         kernel = TiedHead(params["embed"]["weight"]) if tied else model.head(params)
-        return PlacedHead(kernel, jnp.dtype(model.dtype), split)
+        return PlacedHead(kernel, jnp.dtype(model.dtype), split, platform_of(mesh))
 
     def trunk_of(params: Any, *inputs: jax.Array) -> jax.Array:
         return model.hidden(params, *(inputs if branches else inputs[:-1]))

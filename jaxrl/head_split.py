@@ -125,6 +125,8 @@ class PlacedHead(NamedTuple):
     own dtype; None: the wider of hidden's and head's."""
     split: HeadSplit | None = None
     """None: all on one device, or as the compiler decides."""
+    platform: str | None = None
+    """Kind of device, for which blocks are sized; None: JAX's default backend."""
 
 
 def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:

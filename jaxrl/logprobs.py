@@ -156,7 +156,7 @@ def _evaluate(
         results = _dense(cap, entropy, placed.dtype, inputs)
     else:
         sizes = {"chunk_size": int(chunk_size), "softcap": cap, "entropy": entropy}
-        sizes |= {"dtype": placed.dtype, "split": placed.split}
+        sizes |= {"dtype": placed.dtype, "split": placed.split, "platform": placed.platform}
         results = blocked_logprobs(block_plan(rows, length, inputs.vocab, **sizes), inputs)
     if inputs.mask is not None:
         results = [jnp.where(inputs.mask, x, 0.0) for x in results]

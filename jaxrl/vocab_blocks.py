@@ -64,6 +64,7 @@ def block_plan(
     entropy: bool,
     dtype: Any = None,
     split: HeadSplit | None = None,
+    platform: str | None = None,
 ) -> BlockPlan:
     """Choose how many positions (of all rows) and how many vocabulary columns make one block.
 
@@ -71,11 +72,9 @@ def block_plan(
     rows too many for even that make the vocabulary blocks narrower. With a split these are the
     rows and columns of one device.
     """
-    platform = jax.default_backend()
     if split is not None:
-        platform = split.mesh.devices.flat[0].platform
         rows, vocab = rows // split.row_shards, vocab // split.vocab_shards
-    side = _SIDE_CPU if platform == "cpu" else _SIDE_ACCELERATOR
+    side = _SIDE_CPU if (platform or jax.default_backend()) == "cpu" else _SIDE_ACCELERATOR
     positions = max(1, min(chunk_size, length, side // rows))
     width = side * side // (rows * positions) // _SMALLEST_WIDTH * _SMALLEST_WIDTH
     width = min(vocab, max(_SMALLEST_WIDTH, width))

@@ -38,6 +38,8 @@ class Settings(NamedTuple):
     mesh: Mesh | None
     attention: str
     """How it is computed; see `attention.METHODS`."""
+    gathered: bool
+    """Whether weights come whole over fsdp already."""
 
 
 class Scene(NamedTuple):
@@ -74,7 +76,7 @@ class Attention(nn.Module):
         cache: KeysValues | None,
     ) -> tuple[Float[Array, "batch query embed"], KeysValues | None]:
         """Attend within x, or with a cache: write x's keys and values there and attend to it."""
-        config, dtype, mesh, way = self.settings
+        config, dtype, mesh, way, _ = self.settings
         width, size = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         project = functools.partial(Projection, use_bias=config.qkv_bias, dtype=dtype, mesh=mesh)
@@ -119,7 +121,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "batch query embed"]) -> Float[Array, "batch query embed"]:
         """Gated feed-forward of each position."""
-        config, dtype, mesh, _ = self.settings
+        config, dtype, mesh, _, _ = self.settings
         width, inner = config.hidden_size, config.intermediate_size
         project = functools.partial(Projection, use_bias=config.mlp_bias, dtype=dtype, mesh=mesh)
         gate = project((width, inner), ("embed", "mlp"), name="gate")(x)
@@ -165,7 +167,7 @@ class Decoder(nn.Module):
         cache: KeysValues | None = None,
     ) -> tuple[Float[Array, "batch query embed"], KeysValues | None]:
         """Run the stack; with a cache, keys and values go to its columns from `sight.first` on."""
-        config, _, mesh, way = self.settings
+        config, _, mesh, way, _ = self.settings
         way = chosen_method(way, mesh, sight, config.head_dim)
         x = constrain(mesh, _Embed(self.settings, name="embed")(tokens), STREAM)
         scene = self._scene(positions, sight, dense=way == "dense")
@@ -197,10 +199,10 @@ class _Embed(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "batch query"]) -> Float[Array, "batch query embed"]:
-        config, dtype, mesh, _ = self.settings
+        config, dtype, mesh, _, gathered = self.settings
         shape = (config.vocab_size, config.hidden_size)
         weight = self.param("weight", nn.initializers.normal(0.02), shape, jnp.float32)
-        return embed(mesh, weight, tokens, dtype)
+        return embed(mesh, weight, tokens, dtype, gathered=gathered)
 
 
 def _rematerialised(remat: str) -> type[Block]:

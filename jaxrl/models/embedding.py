@@ -23,15 +23,21 @@ def embed(
     weight: Float[Array, "vocab embed"],
     tokens: Int[Array, "batch time"],
     dtype: Any,
+    *,
+    gathered: bool = False,
 ) -> Float[Array, "batch time embed"]:
     """weight[tokens] in `dtype`; the gradient is summed in the weight's own dtype.
 
     On a mesh the table lies in pieces of [vocab / tensor, embed / fsdp]. Each device looks up its
     piece for all rows of its fsdp group and they exchange features for rows, so that what travels
     is as large as the activations. A batch that the mesh does not divide is left to the compiler.
+    `gathered`: the pieces are [vocab / tensor, embed], and each device looks up its own rows.
     """
     if mesh is None or mesh.size == 1 or tokens.shape[0] % row_multiple(mesh):
         return weight[tokens].astype(dtype)
+    if gathered:
+        own = _run(mesh, partial(_own_rows, dtype=dtype), (PartitionSpec("tensor"), _ROWS), _ROWS)
+        return own(weight, tokens)
     return _lookup((mesh, jnp.dtype(dtype)), weight, tokens)
 
 
@@ -40,9 +46,7 @@ def _lookup(static: tuple[Mesh, Any], weight: jax.Array, tokens: jax.Array) -> j
     mesh, dtype = static
 
     def local(piece: jax.Array, tokens: jax.Array) -> jax.Array:
-        tokens, mine = _of_group(tokens, piece.shape[0])
-        found = jnp.where(mine[..., None], piece[tokens], 0).astype(dtype)
-        found = lax.psum(found, "tensor")  # one of them is not zero
+        found = _own_rows(piece, _of_group(tokens), dtype=dtype)
         return lax.all_to_all(found, "fsdp", split_axis=0, concat_axis=2, tiled=True)
 
     return _run(mesh, local, (_TABLE, _ROWS), _ROWS)(weight, tokens)
@@ -56,7 +60,7 @@ def _gradient(static: tuple[Mesh, Any], saved: Any, d_out: jax.Array) -> tuple[j
     weight, tokens = saved
 
     def local(piece: jax.Array, tokens: jax.Array, d_out: jax.Array) -> jax.Array:
-        tokens, mine = _of_group(tokens, piece.shape[0])
+        tokens, mine = _columns(_of_group(tokens), piece.shape[0])
         d_out = lax.all_to_all(d_out, "fsdp", split_axis=2, concat_axis=0, tiled=True)
         d_out = jnp.where(mine[..., None], d_out, 0).astype(piece.dtype)
         return lax.psum(jnp.zeros_like(piece).at[tokens].add(d_out), "data")
@@ -65,9 +69,20 @@ def _gradient(static: tuple[Mesh, Any], saved: Any, d_out: jax.Array) -> tuple[j
     return run(weight, tokens, d_out), None
 
 
-def _of_group(tokens: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
-    """Tokens of all rows of the fsdp group, from this device's first, and which it has."""
-    tokens = lax.all_gather(tokens, "fsdp", axis=0, tiled=True)
+def _own_rows(piece: jax.Array, tokens: jax.Array, *, dtype: Any) -> jax.Array:
+    """What the tensor group's pieces hold of some tokens, for the features of this piece."""
+    tokens, mine = _columns(tokens, piece.shape[0])
+    found = jnp.where(mine[..., None], piece[tokens], 0).astype(dtype)
+    return lax.psum(found, "tensor")  # one of them is not zero
+
+
+def _of_group(tokens: jax.Array) -> jax.Array:
+    """Tokens of all rows of the fsdp group."""
+    return lax.all_gather(tokens, "fsdp", axis=0, tiled=True)
+
+
+def _columns(tokens: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
+    """Tokens counted from this piece's first, and which it has."""
     tokens = tokens - lax.axis_index("tensor") * vocab
     mine = (tokens >= 0) & (tokens < vocab)
     return jnp.where(mine, tokens, 0), mine

@@ -62,6 +62,9 @@ class Model:
     """Where activations are split and weights gathered for use; None: one device, or the
     compiler's choice."""
 
+    gathered: bool = False
+    """Whether parameters come as `for_sampling` gathers them, instead of split over fsdp."""
+
     def __post_init__(self) -> None:
         """Refuse an unknown dtype, policy or way of attention."""
         for name, allowed in (("dtype", DTYPES), ("remat", REMAT), ("attention", METHODS)):
@@ -125,8 +128,10 @@ class Model:
             for name in weight.path[:-1]:
                 leaf, node = leaf[name], node.setdefault(name, {})
             array = leaf[weight.path[-1]].astype(self.dtype)
-            axes = [axis or "features" for axis in weight.axes]
-            node[weight.path[-1]] = constrain(self.mesh, array, axes) if gather else array
+            if gather and self.mesh is not None and self.mesh.size > 1:
+                array = lax.optimization_barrier(array)  # cast, then sent: half of it travels
+                array = constrain(self.mesh, array, [axis or "features" for axis in weight.axes])
+            node[weight.path[-1]] = array
         return cast
 
     def init_cache(self, batch: int, length: int) -> Cache:
@@ -168,7 +173,9 @@ class Model:
         return hidden, Cache(k=k, v=v, positions=seen, index=cache.index + tokens.shape[1])
 
     def _decoder(self, remat: str) -> Decoder:
-        settings = Settings(self.config, jnp.dtype(self.dtype), self.mesh, self.attention)
+        settings = Settings(
+            self.config, jnp.dtype(self.dtype), self.mesh, self.attention, self.gathered
+        )
         return Decoder(settings, remat)
 
     def _start(self, weight: Weight, key: jax.Array) -> jax.Array:

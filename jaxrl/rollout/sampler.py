@@ -70,6 +70,7 @@ def sample_batch(
     """
     rows = request.keys.shape[0]
     params = model.for_sampling(params, gather=gather)
+    model = dataclasses.replace(model, gathered=gather)
     hidden, cache = _prefill(model, params, request, samples, max_new_tokens)
     starts = jnp.repeat(request.lengths, samples)
 

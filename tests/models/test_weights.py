@@ -41,7 +41,7 @@ def test_table_is_the_tree_of_the_module(config: ModelConfig) -> None:
     assert shapes == {weight.path: weight.full_shape for weight in weight_table(config)}
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     ids = jnp.zeros((1, 3), jnp.int32)
-    module = Decoder(Settings(config, jnp.dtype("float32"), None, "dense"), "none")
+    module = Decoder(Settings(config, jnp.dtype("float32"), None, "dense", False), "none")
     sight = Sight(ids, ids, None, None, ids, ids)
     used: dict[tuple[str, ...], tuple[str, ...]] = {}
 
