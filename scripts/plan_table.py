@@ -24,6 +24,7 @@ from jaxrl.config_io import load_config
 from jaxrl.errors import JaxrlError
 from jaxrl.planner import Verdict, find_model, parse_target, plan_run
 from jaxrl.planner.table import Answer, table_text
+from jaxrl.provenance import git_commit
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT, TABLE = ROOT / "docs" / "plans.json", ROOT / "docs" / "plans.md"
@@ -104,25 +105,36 @@ def main() -> int:
             failed += 1
             continue
         day = datetime.datetime.now(datetime.UTC).date().isoformat()
-        kept[case.command] = {"date": day, "plan": answer.to_json()}
+        commit = short(git_commit(ROOT))
+        kept[case.command] = {"date": day, "commit": commit, "plan": answer.to_json()}
         KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         print(f"  {time.perf_counter() - began:.0f} s: {answer.reason}", flush=True)
     write(kept)
     return 1 if failed else 0
 
 
+def short(commit: str | None) -> str:
+    """A commit as a page has it; "-dirty" stays."""
+    if commit is None:
+        return "unknown"
+    name, *changed = commit.split("-")
+    return "-".join([name[:7], *changed])
+
+
 def write(kept: dict[str, Any]) -> None:
     """The table of what has been answered."""
-    answers = []
+    TABLE.write_text(table_text(list(answers_of(kept))), encoding="utf-8")
+    print(f"{TABLE.relative_to(ROOT)}: {len(kept)} of {len(list(cases()))} cases")
+
+
+def answers_of(kept: dict[str, Any]) -> Iterator[Answer]:
+    """What has been answered, in the table's order, each beside its estimate of today."""
     for case in cases():
         if case.command in kept:
             found = kept[case.command]
             compiled = Verdict.from_json(found["plan"])
-            answers.append(
-                Answer(case.critic, case.command, found["date"], compiled, case.estimate())
-            )
-    TABLE.write_text(table_text(answers), encoding="utf-8")
-    print(f"{TABLE.relative_to(ROOT)}: {len(answers)} of {len(list(cases()))} cases")
+            made = f"{found['date']}, code {found['commit']}"
+            yield Answer(case.critic, case.command, made, compiled, case.estimate())
 
 
 if __name__ == "__main__":

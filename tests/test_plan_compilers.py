@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -101,23 +102,33 @@ def test_a_run_holds_what_was_planned(found: dict[str, Any]):
 
 
 SMALL_GPU, SMALL_TPU = "cuda:h100:1x1x8", "tpu:v5e:2x4"
+LONG = ("data.max_prompt_tokens=24", "rollout.max_new_tokens=1000", "packing.row_lengths=[1024]")
 
 
-def asked(target: str) -> Verdict:
+@pytest.mark.parametrize(
+    ("target", "attention", "kernel"),
+    [(SMALL_GPU, "blockwise", False), (SMALL_TPU, "splash", True)],
+)
+def test_four_layers_compile_for_accelerators_that_are_not_there(
+    target: str, attention: str, kernel: bool, tmp_path: Path
+):
     if not Path(os.environ.get("JAXRL_PLAN_VENV", ROOT / ".venv-plan")).exists():
         pytest.skip("no compilers for GPUs and TPUs here; scripts/make_env.sh plan installs them")
-    return plan_run(planned_config(), MODEL, parse_target(target), steps=("update",))
-
-
-@pytest.mark.parametrize("target", [SMALL_GPU, SMALL_TPU])
-def test_four_layers_compile_for_accelerators_that_are_not_there(target: str):
-    found = asked(target)
+    config = planned_config(
+        *LONG, "packing.micro_batch_tokens=4096", f"model.attention={attention}"
+    )
+    model = dataclasses.replace(MODEL, head_dim=128)
+    found = plan_run(config, model, parse_target(target), steps=("update",), keep=tmp_path)
     update = of(found, "update")
-    state = bytes_a_device(shapes_of(planned_config(), MODEL, 8).state)
+    state = bytes_a_device(shapes_of(config, model, 8).state)
     assert update.arguments >= update.expected_arguments >= state
     assert update.aliased >= state and update.gathered_logits == ()
     assert found.fits is True and update.peak < 2**30
     assert update.source in found.target
+    text = (tmp_path / "update.hlo").read_text(encoding="utf-8")
+    # A TPU's kernel is a call; elsewhere blocks of scores, and never the square of a row.
+    assert ("tpu_custom_call" in text) == kernel
+    assert "1024,1024" not in text
 
 
 def test_a_missing_environment_says_what_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

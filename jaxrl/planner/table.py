@@ -19,8 +19,13 @@ worked out from shapes and shardings (`jaxrl/planner/temporaries.py`), the other
 the compilers for H100s and TPUs v5p say about the very steps that train, for the longest batch a
 run can have (every prompt and every response of full length).
 
-The estimates' formulas were completed after H100 figures of these and other settings had been seen;
-the TPU's were not looked at for them.
+The formulas are no predictions of these figures: they grew out of what both compilers keep alive in
+smaller models, and were completed after the H100's figures of these and other settings had been
+seen. The TPU's figures below came afterwards and changed nothing in them.
+
+Behind each command stands the commit whose steps were compiled. Where it is not today's, the
+compilers' figures are of the steps as they were then, the estimates always today's;
+`scripts/plan_table.py --again` asks anew.
 """
 
 
@@ -30,7 +35,8 @@ class Answer:
 
     critic: str
     command: str
-    date: str
+    made: str
+    """When, and by which code."""
     compiled: Verdict
     estimated: Verdict
 
@@ -92,7 +98,7 @@ def _page(answers: Sequence[Answer]) -> Iterator[str]:
         for answer in answers:
             if _versions(answer.compiled) == versions:
                 seconds = sum(step.seconds for step in answer.compiled.steps)
-                yield f"- `{answer.command}` ({answer.date}, {seconds:.0f} s)"
+                yield f"- `{answer.command}` ({answer.made}, {seconds:.0f} s)"
 
 
 def _rows(answers: Sequence[Answer], errors: list[float]) -> Iterator[str]:
