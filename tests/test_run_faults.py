@@ -77,6 +77,9 @@ def test_a_disk_that_fills_up_stops_the_run_which_then_goes_on(
         pytest.raises(CheckpointError, match="step [34] could not be written.*Free space.*resume"),
     ):
         go(config)
+    # The save of 4 tells of it, after the lines of 4: whoever goes on from a checkpoint has its
+    # lines.
+    assert read_metrics(run)[-1]["step"] == 4
     store = CheckpointStore(run / "checkpoints", keep=9)
     assert store.steps() == [1, 2] and not store.damaged()
     store.close()
