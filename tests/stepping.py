@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -139,6 +140,12 @@ def make_outcomes(ts: list[Trajectory]) -> Outcomes:
     )
 
 
+@cache
+def score_step(forward: Forward, chunk: int | None) -> Any:
+    """Compiled once a shape, whatever the algorithm is."""
+    return jax.jit(make_score_step(forward, chunk_size=chunk, temperature=0.7, with_reference=True))
+
+
 def prepare(
     algorithm: AlgorithmConfig,
     ts: list[Trajectory],
@@ -150,9 +157,7 @@ def prepare(
 ) -> tuple[TrainState, Any, Any, Any, Any]:
     """State, compiled update, train batch, batch metrics, anchors."""
     state, policy_optimizer, value_optimizer = make_state(algorithm, clip=clip)
-    score = jax.jit(
-        make_score_step(forward, chunk_size=chunk, temperature=0.7, with_reference=True)
-    )
+    score = score_step(forward, chunk)
     ref, _ = make_params(seed=9)
     anchors = score(state.policy_params, state.value_params, ref, packed)
     advantage = jax.jit(make_advantage_step(algorithm, num_groups=len(ts) // 2))
