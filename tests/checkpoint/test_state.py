@@ -174,6 +174,27 @@ def test_what_is_asked_after_a_save_sees_it(store: CheckpointStore) -> None:
     assert_same_bits(store.restore(3, make_state(0))[0], make_state(3))
 
 
+ENDS = """
+import sys
+from jaxrl.checkpoint.state import CheckpointStore
+from tests.checkpoint.states import make_state
+store = CheckpointStore(sys.argv[1], keep=1)
+store.save(7, make_state(7, width=512), {})
+raise SystemExit("the end")
+"""
+
+
+def test_an_interpreter_that_ends_waits_for_what_it_saves(tmp_path: Path) -> None:
+    """Nobody waits for the store or closes it; thread pools, which Orbax needs, are still there."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.splitlines() == ["the end"]
+    store = CheckpointStore(tmp_path, keep=1)
+    assert_same_bits(store.restore(7, make_state(0, width=512))[0], make_state(7, width=512))
+    store.close()
+
+
 def test_keep_must_be_positive(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="checkpoint.keep=0"):
         CheckpointStore(tmp_path, keep=0)
