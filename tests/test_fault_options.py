@@ -198,7 +198,7 @@ def test_cf04_the_run_stops_after_so_many_skipped_updates() -> None:
 def test_cf04_the_value_loss_reaches_the_trunk_or_not(reaches: bool) -> None:
     """critic.trunk_gradient: the head's gradient is there either way, the trunk's as it says."""
     model: Any = SimpleNamespace(
-        hidden=None, head=None, config=SimpleNamespace(tie_word_embeddings=False)
+        hidden=None, head=None, mesh=None, config=SimpleNamespace(tie_word_embeddings=False)
     )
     forward = make_forward(model, CriticConfig(trunk_gradient=reaches))
     assert forward.values is not None
