@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from bench_model import SMALL, Sizes
+from bench_inputs import SMALL, Sizes
 from bench_sections import SECTIONS
 
 from jaxrl.provenance import provenance

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_model import Sizes, drawn_batch, head_inputs, model_of, packed_rows, weights_of
+from bench_inputs import Sizes, gae_inputs, sampled_prompts
+from bench_model import drawn_batch, head_inputs, model_of, packed_rows, weights_of
 
 from jaxrl.advantages import gae
 from jaxrl.config import AlgorithmConfig, CriticConfig, OptimizerConfig
@@ -202,7 +203,7 @@ def sampler(sizes: Sizes) -> Work:
     model = model_of(sizes)
     params = weights_of(model)
     rows, length = sizes.sampled_rows, sizes.sampled_prompt
-    ids = np.random.default_rng(3).integers(3, sizes.vocab, (rows, length), dtype=np.int32)
+    ids = sampled_prompts(sizes)
     prompts = [Prompt(row=i, ids=tuple(r.tolist()), text="", columns={}) for i, r in enumerate(ids)]
     sampling = Sampling(max_new_tokens=sizes.sampled_new)
     engine = TrainsideEngine(model, params, batch_size=rows)
@@ -226,11 +227,7 @@ def sampler(sizes: Sizes) -> Work:
 
 def gae_section(sizes: Sizes, *, large: bool) -> Work:
     """GAE and whitening under a mask of unequal row lengths."""
-    rows, length = sizes.gae_large if large else sizes.gae_small
-    rng = np.random.default_rng(4)
-    rewards = rng.standard_normal((rows, length), np.float32)
-    values = rng.standard_normal((rows, length), np.float32)
-    mask = np.arange(length)[None] < rng.integers(length // 2, length + 1, (rows, 1))
+    rewards, values, mask = gae_inputs(sizes.gae_large if large else sizes.gae_small)
 
     def function(rewards: Any, values: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
         advantages, returns = gae(rewards, values, mask, gamma=0.99, lam=0.95)
@@ -239,7 +236,7 @@ def gae_section(sizes: Sizes, *, large: bool) -> Work:
     return of_program(
         function,
         tuple(map(jnp.asarray, (rewards, values, mask))),
-        rows * length,
+        mask.size,
         lambda out: {
             "returns_sum": float(np.asarray(out[1], np.float64).sum()),
             "first_advantage": float(out[0][0, 0]),

@@ -85,21 +85,23 @@ def test_table_is_in_the_units_it_states(bench: ModuleType) -> None:
     assert last == "| x | 2 | 1.5 | 50 | 3.0 | 400 |"
 
 
-def test_published_model_has_the_stated_size(model: ModuleType) -> None:
-    table = weight_table(model.model_of(model.Sizes()).config)
+def test_published_model_has_the_stated_size(bench: ModuleType, model: ModuleType) -> None:
+    table = weight_table(model.model_of(bench.Sizes()).config)
     assert sum(int(np.prod(w.full_shape)) for w in table) == 20_711_936
 
 
-def test_weights_follow_the_order_of_the_sorted_names(model: ModuleType) -> None:
+def test_weights_follow_the_order_of_the_sorted_names(bench: ModuleType, model: ModuleType) -> None:
     # lm_head.weight sorts before every model.* name, so it takes the first draws.
-    params = model.weights_of(model.model_of(model.SMALL))
+    params = model.weights_of(model.model_of(bench.SMALL))
     first = np.random.default_rng(0).standard_normal((515, 32), np.float32) * np.float32(0.02)
     np.testing.assert_array_equal(params["head"]["kernel"], first.T)
     np.testing.assert_array_equal(params["norm"]["scale"], 1.0)
 
 
-def test_rows_are_full_and_scored_at_every_response_token(model: ModuleType) -> None:
-    packed = model.packed_rows(model.SMALL)
+def test_rows_are_full_and_scored_at_every_response_token(
+    bench: ModuleType, model: ModuleType
+) -> None:
+    packed = model.packed_rows(bench.SMALL)
     ids = np.random.default_rng(1).integers(3, 515, (2, 32), dtype=np.int32)
     np.testing.assert_array_equal(packed.tokens, ids)
     assert bool(packed.policy_valid.all())
