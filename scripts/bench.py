@@ -16,17 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import bench_timing as timing
 import jax
 from bench_inputs import SMALL, Sizes
 from bench_sections import SECTIONS
@@ -37,33 +35,9 @@ MIB = 2**20
 
 
 def measure(name: str, sizes: Sizes, repeats: int) -> dict[str, Any]:
-    """Time one section in this process; the first call is apart from the repeats."""
-    start = time.perf_counter()
-    work = SECTIONS[name](sizes)
-    result = jax.block_until_ready(work.call())
-    first = time.perf_counter() - start
-    check = work.check(result)
-    del result
-    cpu, wall = [], []
-    for _ in range(repeats):
-        at, used = time.perf_counter(), time.process_time()
-        jax.block_until_ready(work.call())
-        cpu.append(time.process_time() - used)
-        wall.append(time.perf_counter() - at)
-    return {
-        "cpu_s": statistics.median(cpu),
-        "wall_s": statistics.median(wall),
-        "wall_min_s": min(wall),
-        "setup_s": first,
-        "tokens": work.tokens,
-        "tokens_per_cpu_s": work.tokens / max(statistics.median(cpu), 1e-9),
-        "temp_bytes": work.temp_bytes,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "repeats": repeats,
-        "load": os.getloadavg()[0],
-        "check": check,
-        "device": jax.devices()[0].device_kind,
-    }
+    """Time one section in this process."""
+    row = timing.measure(lambda: SECTIONS[name](sizes), repeats, jax.block_until_ready)
+    return row | {"device": jax.devices()[0].device_kind}
 
 
 def in_child(name: str, options: argparse.Namespace) -> dict[str, Any]:

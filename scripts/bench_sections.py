@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_inputs import Sizes, gae_inputs, sampled_prompts
 from bench_model import drawn_batch, head_inputs, model_of, packed_rows, weights_of
+from bench_timing import Work
 
 from jaxrl.advantages import gae
 from jaxrl.config import AlgorithmConfig, CriticConfig, OptimizerConfig
@@ -29,18 +30,6 @@ from jaxrl.update import make_update_step
 
 # The learning rate and decay of the peers' optimizer, and like theirs no clipping.
 ADAMW = OptimizerConfig(lr=1e-6, beta2=0.999, weight_decay=1e-4, max_grad_norm=0.0)
-
-
-class Work(NamedTuple):
-    """One section, ready to be timed."""
-
-    call: Callable[[], Any]
-    temp_bytes: int
-    """Temporaries of the compiled program, by XLA's own account; arguments and results apart."""
-    check: Callable[[Any], dict[str, float]]
-    """Figures of the first call's result that another implementation can be held against."""
-    tokens: int
-    """Tokens a call works through."""
 
 
 def temporaries(program: jax.stages.Compiled) -> int:
