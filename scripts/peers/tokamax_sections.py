@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from functools import partial
 
-import command
 import jax
 import jax.numpy as jnp
+import peer_command
 import tokamax
 from bench_inputs import Sizes, head_arrays
 from bench_timing import Work
@@ -31,14 +31,14 @@ def head(sizes: Sizes, *, gradient: bool) -> Work:
     program = jax.jit(function).lower(*arguments).compile()
     return Work(
         lambda: program(*arguments),
-        command.temporaries(program),
+        peer_command.temporaries(program),
         lambda out: {"mean": -float(out[0] if gradient else out)},
         targets.size,
     )
 
 
 if __name__ == "__main__":
-    command.main(
+    peer_command.main(
         {
             "head_forward": partial(head, gradient=False),
             "head_gradient": partial(head, gradient=True),

@@ -24,6 +24,12 @@ from bench_timing import Work, measure
 Section = Callable[[Sizes], Work]
 
 
+def temporaries(program: Any) -> int:
+    """Bytes XLA plans for temporaries of a compiled program; 0 where the backend does not say."""
+    analysis = program.memory_analysis()
+    return analysis.temp_size_in_bytes if analysis else 0
+
+
 def main(sections: dict[str, Section], packages: Sequence[str], wait: Callable[[Any], Any]) -> None:
     """Time the section that the command line names."""
     parser = argparse.ArgumentParser()
