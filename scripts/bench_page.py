@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench_rows import MIB, OURS, PEERS, PRODUCTS, ROWS, Row
-from bench_verdicts import Sides, judge_memory, judge_time, least
+from bench_verdicts import Sides, judge_memory, judge_time, least, sides_of
 
 Kept = Mapping[str, Mapping[str, Any]]
 HEAD = """# jaxrl beside its peers
 
 Written by `scripts/bench_peers.sh`, which installs the peers, each in an environment of its own,
 runs the same work in turn with us and with them, and keeps the figures in `docs/bench.json`.
-CPU seconds of the whole process, one thread, medians of at least five calls. MiB are XLA's
+CPU seconds of the whole process, kept on one CPU, medians of at least five calls. MiB are XLA's
 temporaries or, of torch and of whole iterations, the peak of the process, interpreter and libraries
 included. Everybody gets the same weights and inputs (`scripts/bench_inputs.py`), and the steps give
 the same losses and gradient norms (`check` in the JSON). A time within 1.2x of the step's own
@@ -69,8 +69,8 @@ def table(kept: Kept) -> str:
     heads = ["work", OURS, *(peer.title for peer in PEERS.values()), "time", "target", "reached?",
              "memory", "target", "reached?"]  # fmt: skip
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    rows = {name: row for name, row in ROWS.items() if name in kept}
-    return "\n".join(lines + [row_line(row, kept[name]["sides"]) for name, row in rows.items()])
+    found = {name: sides for name in ROWS if (sides := sides_of(kept, name))}
+    return "\n".join(lines + [row_line(ROWS[name], sides) for name, sides in found.items()])
 
 
 def run_line(row: Row, entry: Mapping[str, Any]) -> str:
@@ -78,7 +78,8 @@ def run_line(row: Row, entry: Mapping[str, Any]) -> str:
     sides = entry["sides"].values()
     loads = [load for side in sides for load in side["load"]]
     calls = min(len(side["cpu_all_s"]) for side in sides)
-    code = str(entry["git_commit"])[:7]
+    commit = str(entry["git_commit"])
+    code = commit[:7] + commit[40:]  # "-dirty" stays
     return (
         f"- {row.work}: {entry['date']}, code {code}, {entry['cpus']} CPUs, "
         f"load {min(loads):.1f} to {max(loads):.1f}, {calls} calls or more a side"

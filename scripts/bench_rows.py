@@ -49,8 +49,12 @@ class Row(NamedTuple):
     """What the limit on memory is about: XLA's temporaries, or the peak of the whole process."""
     products: tuple[str, int] | None = None
     """Our section of a matrix product of the step, and how many of them the step consists of."""
+    repeats: int = 3
+    """Timed calls in each process."""
     long: bool = False
     """Takes minutes: a process for each figure, ours after one call that compiles."""
+    part_of: tuple[str, str] | None = None
+    """The row it is measured in, and its side there that is ours here."""
 
 
 ROWS = {
@@ -113,17 +117,19 @@ ROWS = {
         "gae_large",
         {"tunix": "gae_large"},
         Limit(0.8, ("tunix",)),
+        repeats=25,
     ),
     "gae_small": Row(
         "GAE [64, 1024], masks and whitening",
         "gae_small",
         {"tunix": "gae_small"},
         Limit(0.8, ("tunix",)),
+        repeats=25,
     ),
     "iteration": Row(
         "PPO iteration, SmolLM2 float32, 989 ragged response tokens, critic of its own",
         "iteration_smollm2",
-        {"trl": "iteration_smollm2"},
+        {"ours: head": "iteration_smollm2_head", "trl": "iteration_smollm2"},
         Limit(0.35, ("trl",)),
         Limit(0.65, ("trl",)),
         memory_is="peak_rss_bytes",
@@ -137,5 +143,6 @@ ROWS = {
         Limit(0.5, ("trl",)),
         memory_is="peak_rss_bytes",
         long=True,
+        part_of=("iteration", "ours: head"),
     ),
 }

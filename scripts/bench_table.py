@@ -33,8 +33,9 @@ SCRIPTS = Path(__file__).resolve().parent
 ROOT = SCRIPTS.parent
 KEPT, PAGE = ROOT / "docs" / "bench.json", ROOT / "docs" / "bench.md"
 VENVS = Path(os.environ.get("JAXRL_PEERS", ROOT / ".venv-peers"))
+MEASURED = [name for name, row in ROWS.items() if not row.part_of]
 LONG_ROUNDS = 5  # each gives one figure
-# One thread for everybody, so that CPU seconds compare; no device, no model hub.
+# One thread for everybody (see `pin`), so that CPU seconds compare; no device, no model hub.
 QUIET = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -54,6 +55,10 @@ class Program(NamedTuple):
     side: str
     command: list[str]
     repeats: int
+
+
+class Failed(Exception):
+    """A program did not measure its section."""
 
 
 def python_of(peer: str) -> Path:
@@ -82,14 +87,14 @@ def programs(row: Row, repeats: int) -> Iterator[Program]:
 
 
 def run(program: Program, small: bool) -> dict[str, Any]:
-    """The last line of a process's output; what it complained about when it failed."""
+    """The last line of a process's output, which is JSON; Failed with what it said if it failed."""
     done = subprocess.run(
         [*program.command, "--repeats", str(program.repeats), *["--small"] * small],
         capture_output=True, text=True, check=False, env=os.environ | QUIET,
     )  # fmt: skip
     if done.returncode:
         words = " ".join(program.command)
-        raise SystemExit(f"{done.stderr[-3000:]}\n{words}: exit status {done.returncode}")
+        raise Failed(f"{done.stderr[-3000:]}\n{words}: exit status {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -97,12 +102,18 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """All sides of a row, in turn, round after round."""
     found: dict[str, list[dict[str, Any]]] = {}
     for turn in range(options.rounds or (LONG_ROUNDS if row.long else 3)):
-        for program in programs(row, options.repeats):
+        for program in programs(row, options.repeats or row.repeats):
             child = run(program, options.small)
             found.setdefault(program.side, []).append(child)
             words = f"{child['cpu_s']:.4g} CPU s, load {child['load']:.1f}"
             print(f"  round {turn + 1}, {program.side}: {words}", file=sys.stderr, flush=True)
     return {side: pooled(children) for side, children in found.items()}
+
+
+def pin() -> None:
+    """Keep this process and its children on one CPU; else XLA runs parts of a program abreast."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 def origin() -> dict[str, Any]:
@@ -122,33 +133,42 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW",
-                        help=f"some of: {', '.join(ROWS)}")  # fmt: skip
+    parser.add_argument("--only", nargs="+", choices=MEASURED, metavar="ROW",
+                        help=f"some of: {', '.join(MEASURED)}")  # fmt: skip
     parser.add_argument("--rounds", type=int, help="by default 3, of rows that take minutes 5")
-    parser.add_argument("--repeats", type=int, default=3, help="timed calls in each process")
+    parser.add_argument("--repeats", type=int, help="timed calls in each process, by default 3")
     parser.add_argument("--small", action="store_true", help="tiny sizes; nothing is written")
     parser.add_argument("--print", action="store_true", help="measure nothing")
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, keep, print, write."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, keep, print, write; 1 if a program failed."""
     options = parse(arguments)
     kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
-    wanted = [] if options.print else options.only or list(ROWS)
+    wanted = [] if options.print else options.only or MEASURED
+    failed = False
+    pin()
     for name in wanted:
         row = ROWS[name]
         if row.ours not in SECTIONS:
             continue
         print(row.work, file=sys.stderr, flush=True)
-        kept[name] = {**origin(), "sides": measure(row, options)}
+        try:
+            measured = {**origin(), "sides": measure(row, options)}
+        except Failed as error:
+            print(error, file=sys.stderr, flush=True)
+            failed = True
+            continue
+        kept[name] = measured
         if not options.small:
             KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     text = page(kept, *missing())
     print(text)
     if not options.small:
         PAGE.write_text(text, encoding="utf-8")
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

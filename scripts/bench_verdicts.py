@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from bench_rows import MIB, OF_PRODUCTS, OURS, PRODUCTS, Limit, Row
+from bench_rows import MIB, OF_PRODUCTS, OURS, PRODUCTS, ROWS, Limit, Row
 
 Sides = Mapping[str, Mapping[str, Any]]
 
@@ -27,6 +27,16 @@ def pooled(children: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "check": {k: median(c["check"][k] for c in children) for k in children[0]["check"]},
         "versions": children[0].get("versions", {}),
     }
+
+
+def sides_of(kept: Mapping[str, Mapping[str, Any]], name: str) -> Sides | None:
+    """A row's figures by side; None where ours are not there."""
+    part_of = ROWS[name].part_of
+    entry = kept.get(part_of[0] if part_of else name)
+    if entry is None or part_of is None:
+        return entry and entry["sides"]
+    sides = entry["sides"]
+    return {**sides, OURS: sides[part_of[1]]} if part_of[1] in sides else None
 
 
 def least(row: Row, sides: Sides, of: Sequence[str], figure: str) -> float | None:
