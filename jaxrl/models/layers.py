@@ -7,6 +7,7 @@ compute dtype.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,13 +39,15 @@ class Projection(nn.Module):
         """Project x [..., *shape[:contract]] to [..., *shape[contract:]], compute dtype."""
         kernel = self.param("kernel", nn.initializers.normal(0.02), self.shape, jnp.float32)
         kernel = constrain(self.mesh, kernel.astype(self.dtype), self.axes)
-        axes = tuple(range(x.ndim - self.contract, x.ndim))
-        dimensions = ((axes, tuple(range(self.contract))), ((), ()))
-        y = lax.dot_general(x.astype(self.dtype), kernel, dimensions)
+        features, lead = self.shape[self.contract :], x.shape[: x.ndim - self.contract]
+        # As one matrix product: the gradient of a product over several axes copies the activations
+        # with their axes turned, which on a CPU takes longer than the product.
+        inner = math.prod(self.shape[: self.contract])
+        y = lax.dot(x.astype(self.dtype).reshape(-1, inner), kernel.reshape(inner, -1))
         if self.use_bias:
-            features = self.shape[self.contract :]
             bias = self.param("bias", nn.initializers.zeros, features, jnp.float32)
-            y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+            y = y + bias.astype(self.dtype).reshape(1, -1)
+        y = y.reshape(*lead, *features)
         return constrain(self.mesh, y, ("batch", "time", *self.axes[self.contract :]))
 
 
