@@ -113,8 +113,10 @@ def test_estimates_follow_what_they_depend_on():
     assert plain["kept by layers"] == 2 * 2 * 16 * 8 * 4
     assert update("critic.kind=model")["kept by layers"] == 2 * plain["kept by layers"]
     assert update("model.dtype=bfloat16")["kept by layers"] == plain["kept by layers"] // 2
-    kept = [update(f"model.remat={r}")["kept by layers"] for r in ("full", "dots", "none")]
-    assert kept[0] < kept[1] < kept[2]
+    kept = [
+        update(f"model.remat={r}")["kept by layers"] for r in ("full", "attention", "dots", "none")
+    ]
+    assert kept == sorted(set(kept))
     half = update("packing.micro_batch_tokens=32")
     assert half["kept by layers"] == plain["kept by layers"] // 2
     sampled = update("rollout.batch_size=8", step="sample")

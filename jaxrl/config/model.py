@@ -25,8 +25,9 @@ class PolicyConfig:
     """`module:function`, called as fn(folder, seed) to build that folder when it does not exist."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights, optimizer state, logits and losses are float32 anyway."""
-    remat: Literal["none", "dots", "full"] = "full"
-    """What a layer recomputes in the backward pass: nothing, all but matrix products, all."""
+    remat: Literal["none", "dots", "attention", "full"] = "full"
+    """What a layer recomputes in the backward pass: nothing, all but matrix products, all but
+    attention itself (where that is blockwise or splash), all."""
     attention: Literal["auto", "dense", "blockwise", "splash"] = "auto"
     """dense: scores of all pairs of a row at once; blockwise: memory linear in the row length, and
     faster beyond 256 tokens; splash: JAX's TPU kernel, which cannot share prompts. auto takes what

@@ -86,7 +86,9 @@ def attention(
     scores = jnp.einsum("bqkgd,bskd->bkgqs", grouped, k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None, None], scores * (1 / math.sqrt(head_dim)), _HIDDEN_SCORE)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    return jnp.einsum("bkgqs,bskd->bqkgd", weights, v).reshape(q.shape)
+    # Queries before head_dim, as the product gives them; asked for otherwise, a CPU turns all of v.
+    out = jnp.einsum("bkgqs,bskd->bkgqd", weights, v)
+    return jnp.moveaxis(out, 3, 1).reshape(q.shape)
 
 
 def local_attention(
@@ -108,7 +110,8 @@ def local_attention(
     def local(q: Any, k: Any, v: Any, sight: Sight, window: Any) -> jax.Array:
         if method == "splash":
             return splash_attention(q, k, v, sight, interpret=platform != "tpu")
-        return blockwise_attention(q, k, v, sight, window, block=block)
+        by_row = platform == "cpu"
+        return blockwise_attention(q, k, v, sight, window, block=block, by_row=by_row)
 
     if mesh is None or mesh.size == 1:
         return local(q, k, v, sight, window)

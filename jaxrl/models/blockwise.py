@@ -21,13 +21,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.sight import Sight
+from jaxrl.models.sight import ATTENDED, Sight
 
 __all__ = ["blockwise_attention"]
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
+_FLOOR = -1e30
+"""Where a running maximum starts: exp(_LOWEST - _FLOOR) is exactly 0, so a hidden key weighs 0."""
 
 
 def blockwise_attention(
@@ -38,6 +41,7 @@ def blockwise_attention(
     window: Int[Array, ""] | int = 0,
     *,
     block: int = 256,
+    by_row: bool = False,
 ) -> Float[Array, "batch query heads head_dim"]:
     """Grouped-query attention, as `attention` with the mask of `sight.visible`, block by block.
 
@@ -51,98 +55,103 @@ def blockwise_attention(
         sight: who sees whom.
         window: sliding window; 0: none.
         block: queries, and keys, taken at a time.
+        by_row: one row of the batch after the other, so that a block of scores stays in a CPU's
+            cache and each row passes over the blocks it does not need; else all rows together.
 
     Returns:
         Attended values in q's dtype; scores and softmax are float32. A query that sees no key
         gets 0.
     """
-    queries, keys = q.shape[1], k.shape[1]
-    q_block, k_block = min(block, queries), min(block, keys)
-    sight = sight.padded(-queries % q_block, -keys % k_block)
-    q, k, v = _padded(q, q_block), _padded(k, k_block), _padded(v, k_block)
-    out: jax.Array = _attend((q_block, k_block), q, k, v, sight, jnp.asarray(window, jnp.int32))
-    return out[:, :queries]
+    (batch, queries), keys, kv_heads = q.shape[:2], k.shape[1], k.shape[2]
+    sizes = min(block, queries), min(block, keys)
+    sight = sight.padded(-queries % sizes[0], -keys % sizes[1])
+    runs = batch if by_row else 1
+    cut = partial(_cut, runs=runs, kv_heads=kv_heads)
+    sight = jax.tree.map(lambda x: x.reshape(runs, -1, x.shape[1]) if jnp.ndim(x) else x, sight)
+    window = jnp.asarray(window, jnp.int32)
+    q, k, v = cut(q, sizes[0]), cut(k, sizes[1]), cut(v, sizes[1])
+    out: jax.Array = _attend(sizes, q, k, v, sight, window)
+    return _joined(out, sizes[0])[:, :queries]
 
 
-class _Blocks(NamedTuple):
-    """What both passes read: arrays by head group, who sees whom, and block sizes."""
+def _cut(x: jax.Array, block: int, *, runs: int, kv_heads: int) -> jax.Array:
+    """[B, T, heads, head_dim] to [runs, blocks, B / runs, kv_heads, groups x block, head_dim].
 
-    q: jax.Array  # [B, Q, kv_heads, groups, head_dim]
-    k: jax.Array  # [B, K, kv_heads, head_dim]
+    A block of one run is then one piece of memory, in the order that the products want.
+    """
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0)))
+    batch, length, heads, size = x.shape
+    x = x.reshape(runs, batch // runs, length // block, block, kv_heads, heads // kv_heads, size)
+    x = x.transpose(0, 2, 1, 4, 5, 3, 6)
+    return x.reshape(*x.shape[:4], -1, size)
+
+
+def _joined(x: jax.Array, block: int) -> jax.Array:
+    """The inverse of `_cut`, padding included."""
+    runs, blocks, rows, kv_heads, together, size = x.shape
+    x = x.reshape(runs, blocks, rows, kv_heads, together // block, block, size)
+    x = x.transpose(0, 2, 1, 5, 3, 4, 6)
+    return x.reshape(runs * rows, blocks * block, -1, size)
+
+
+class _Run(NamedTuple):
+    """The rows that are computed together: arrays by block, who sees whom, and block sizes."""
+
+    q: jax.Array  # [blocks, b, kv_heads, n, head_dim]; n: groups x queries of a block
+    k: jax.Array  # [blocks, b, kv_heads, keys of a block, head_dim]
     v: jax.Array
     sight: Sight
     window: jax.Array
     sizes: tuple[int, int]
 
-    @property
-    def count(self) -> int:
-        """Blocks of queries."""
-        return self.q.shape[1] // self.sizes[0]
-
-    def queries(self, array: jax.Array, i: Any) -> jax.Array:
-        """Block i of something that has a row a query."""
-        return lax.dynamic_slice_in_dim(array, i * self.sizes[0], self.sizes[0], 1)
-
-    def keys(self, array: jax.Array, j: Any) -> jax.Array:
-        """Block j of something that has a row a key."""
-        return lax.dynamic_slice_in_dim(array, j * self.sizes[1], self.sizes[1], 1)
-
-    def scores(self, q: jax.Array, i: Any, j: Any) -> tuple[jax.Array, jax.Array]:
-        """Scaled scores [B, kv_heads, groups, q, k] of a pair of blocks, and which are visible."""
-        k = self.keys(self.k, j)
-        scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k, preferred_element_type=jnp.float32)
+    def scores(self, q: jax.Array, i: Any, j: Any) -> jax.Array:
+        """Scaled scores [b, kv_heads, n, keys] of a pair of blocks; _LOWEST where hidden."""
+        scores = _product("bhnd,bhkd->bhnk", q, self.k[j]) * (1 / math.sqrt(q.shape[-1]))
         q_size, k_size = self.sizes
         seen = self.sight.visible(i * q_size, q_size, j * k_size, k_size, self.window)
-        return scores * (1 / math.sqrt(q.shape[-1])), seen[:, None, None]
+        by_group = scores.reshape(*scores.shape[:2], -1, q_size, k_size)
+        return jnp.where(seen[:, None, None], by_group, _LOWEST).reshape(scores.shape)
 
 
-def _grouped(q: jax.Array, k: jax.Array) -> jax.Array:
-    batch, queries, heads, size = q.shape
-    return q.reshape(batch, queries, k.shape[2], heads // k.shape[2], size)
+_product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _padded(array: jax.Array, block: int) -> jax.Array:
-    missing = -array.shape[1] % block
-    return jnp.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else array
-
-
-def _forward(blocks: _Blocks) -> tuple[jax.Array, jax.Array]:
-    """Attended values [B, Q, kv_heads, groups, head_dim] and log-sum-exps, without head_dim."""
-    first, last = blocks.sight.key_blocks(*blocks.sizes)
+def _forward(run: _Run) -> tuple[jax.Array, jax.Array]:
+    """Attended values like q, and the log-sum-exp of each query's scores."""
+    first, last = run.sight.key_blocks(*run.sizes)
 
     def one(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        q = blocks.queries(blocks.q, i)
-        batch, rows, heads, groups, size = q.shape
+        q = run.q[i]
 
-        def absorb(j: jax.Array, run: Any) -> Any:
-            top, total, out = run
-            scores, seen = blocks.scores(q, i, j)
-            new_top = jnp.maximum(top, jnp.where(seen, scores, _LOWEST).max(-1))
-            weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
+        def absorb(j: jax.Array, sums: Any) -> Any:
+            top, total, out = sums
+            scores = run.scores(q, i, j)
+            new_top = jnp.maximum(top, scores.max(-1))
+            weights = jnp.exp(scores - new_top[..., None])
             shrink = jnp.exp(top - new_top)
-            more = jnp.einsum(
-                "bhgqk,bkhd->bhgqd",
-                weights.astype(q.dtype),
-                blocks.keys(blocks.v, j),
-                preferred_element_type=jnp.float32,
-            )
+            more = _product("bhnk,bhkd->bhnd", weights.astype(q.dtype), run.v[j])
             return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + more
 
-        shape = (batch, heads, groups, rows)
-        empty = (jnp.full(shape, _LOWEST), jnp.zeros(shape), jnp.zeros((*shape, size)))
+        shape = q.shape[:-1]
+        empty = (jnp.full(shape, _FLOOR), jnp.zeros(shape), jnp.zeros(q.shape, jnp.float32))
         top, total, out = lax.fori_loop(first[i], last[i], absorb, empty)
-        out = out / jnp.where(total > 0, total, 1.0)[..., None]
-        lse = top + jnp.log(jnp.where(total > 0, total, 1.0))
-        return jnp.moveaxis(out, 3, 1).astype(q.dtype), jnp.moveaxis(lse, 3, 1)
+        total = jnp.where(total > 0, total, 1.0)
+        return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
-    out, lse = lax.map(one, jnp.arange(blocks.count))
-    return _joined(out), _joined(lse)
+    return lax.map(one, jnp.arange(len(run.q)))
 
 
-def _joined(stacked: jax.Array) -> jax.Array:
-    """[blocks, B, q, ...] to [B, Q, ...]."""
-    moved = jnp.moveaxis(stacked, 0, 1)
-    return moved.reshape(moved.shape[0], -1, *moved.shape[3:])
+def _each_run(
+    function: Any, sizes: tuple[int, int], sight: Sight, window: jax.Array, *arrays: jax.Array
+) -> Any:
+    """`function(run, *others)` for one run after the other; arrays q, k, v, *others."""
+    columns, first = sight._replace(first=None), sight.first  # type: ignore[arg-type]
+
+    def one(each: Any) -> Any:
+        (q, k, v, *others), columns = each
+        return function(_Run(q, k, v, columns._replace(first=first), window, sizes), *others)
+
+    return lax.map(one, (arrays, columns))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -165,58 +174,56 @@ def _save(
     sight: Sight,
     window: jax.Array,
 ) -> tuple[jax.Array, Any]:
-    out, lse = _forward(_Blocks(_grouped(q, k), k, v, sight, window, sizes))
-    return out.reshape(q.shape), (q, k, v, sight, window, out, lse)
+    out, lse = _each_run(_forward, sizes, sight, window, q, k, v)
+    # Under jax.checkpoint a policy may keep these two, and the loops above are not run again.
+    out, lse = (checkpoint_name(x, ATTENDED) for x in (out, lse))
+    return out, (q, k, v, sight, window, out, lse)
 
 
 def _backward(sizes: tuple[int, int], saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
     q, k, v, sight, window, out, lse = saved
-    blocks = _Blocks(_grouped(q, k), k, v, sight, window, sizes)
-    d_out = d_out.reshape(out.shape)
     pull = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
-    first, last = sight.key_blocks(*sizes)
+    grads = _each_run(_gradients, sizes, sight, window, q, k, v, lse, pull, d_out)
+    return *grads, None, None
+
+
+def _gradients(run: _Run, *by_query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q, k and v; by_query: log-sum-exps, Σ_d out · d_out, and d_out."""
+    first, last = run.sight.key_blocks(*run.sizes)
 
     def over_queries(carry: Any, i: jax.Array) -> tuple[Any, jax.Array]:
-        here = [blocks.queries(x, i) for x in (blocks.q, lse, pull, d_out)]
+        here = run.q[i], *(x[i] for x in by_query)
 
         def over_keys(j: jax.Array, inner: Any) -> Any:
             d_q, d_k, d_v = inner
-            part_q, part_k, part_v = _pair(blocks, here, i, j)
-            start = j * sizes[1]
-            return d_q + part_q, _add(d_k, part_k, start), _add(d_v, part_v, start)
+            part_q, part_k, part_v = _pair(run, here, i, j)
+            return d_q + part_q, d_k.at[j].add(part_k), d_v.at[j].add(part_v)
 
         zero = jnp.zeros(here[0].shape, jnp.float32)
         d_q, *carry = lax.fori_loop(first[i], last[i], over_keys, (zero, *carry))
-        return tuple(carry), d_q.astype(q.dtype)
+        return tuple(carry), d_q.astype(run.q.dtype)
 
-    zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
-    (d_k, d_v), d_q = lax.scan(over_queries, zeros, jnp.arange(blocks.count))
-    d_q = _joined(d_q).reshape(q.shape)
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
+    # Summed with head_dim before the keys: the product then turns a block of q, not of scores.
+    zeros = jnp.zeros(run.k.swapaxes(-1, -2).shape, jnp.float32)
+    (d_k, d_v), d_q = lax.scan(over_queries, (zeros, zeros), jnp.arange(len(run.q)))
+    turned = (x.swapaxes(-1, -2).astype(run.k.dtype) for x in (d_k, d_v))
+    return d_q, *turned
 
 
 def _pair(
-    blocks: _Blocks, here: list[jax.Array], i: jax.Array, j: jax.Array
+    run: _Run, here: tuple[jax.Array, ...], i: jax.Array, j: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What one pair of blocks adds to the gradients of its queries, keys and values, float32."""
     q, lse, pull, d_out = here
-    dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    scores, seen = blocks.scores(q, i, j)
-    weights = jnp.where(seen, jnp.exp(scores - jnp.moveaxis(lse, 1, 3)[..., None]), 0.0)
-    d_weights = dot("bqhgd,bkhd->bhgqk", d_out, blocks.keys(blocks.v, j))
-    d_scores = weights * (d_weights - jnp.moveaxis(pull, 1, 3)[..., None])
+    weights = jnp.exp(run.scores(q, i, j) - lse[..., None])
+    d_weights = _product("bhnd,bhkd->bhnk", d_out, run.v[j])
+    d_scores = weights * (d_weights - pull[..., None])
     d_scores = (d_scores * (1 / math.sqrt(q.shape[-1]))).astype(q.dtype)
     return (
-        dot("bhgqk,bkhd->bqhgd", d_scores, blocks.keys(blocks.k, j)),
-        dot("bhgqk,bqhgd->bkhd", d_scores, q),
-        dot("bhgqk,bqhgd->bkhd", weights.astype(q.dtype), d_out),
+        _product("bhnk,bhkd->bhnd", d_scores, run.k[j]),
+        _product("bhnd,bhnk->bhdk", q, d_scores),
+        _product("bhnd,bhnk->bhdk", d_out, weights.astype(q.dtype)),
     )
-
-
-def _add(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-    """Add `part` to the rows of `total` from `start` on, in place under jit."""
-    old = lax.dynamic_slice_in_dim(total, start, part.shape[1], 1)
-    return lax.dynamic_update_slice_in_dim(total, old + part, start, 1)
 
 
 _attend.defvjp(_save, _backward)

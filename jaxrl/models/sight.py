@@ -9,7 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-__all__ = ["NO_SEGMENT", "Sight"]
+__all__ = ["ATTENDED", "NO_SEGMENT", "Sight"]
+
+ATTENDED = "attended"
+"""Name, for `jax.checkpoint`, of what attention gives and what its backward pass needs of it."""
 
 NO_SEGMENT = -1
 """Segment of what fills a block up: differs from all segments, padding (0) included."""

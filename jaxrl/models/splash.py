@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float
 
-from jaxrl.models.sight import Sight
+from jaxrl.models.sight import ATTENDED, Sight
 
 __all__ = ["splash_attention", "splash_refusal"]
 
@@ -60,7 +60,9 @@ def splash_attention(
         block_kv_dq=block,
     )
     mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * q.shape[2])
-    kernel = splash.make_splash_mha_single_device(mask, block_sizes=sizes, interpret=interpret)
+    kernel = splash.make_splash_mha_single_device(
+        mask, block_sizes=sizes, interpret=interpret, residual_checkpoint_name=ATTENDED
+    )
 
     def row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
         by_head = partial(jnp.moveaxis, source=1, destination=0)

@@ -37,6 +37,7 @@ class _Sizes:
     width: int  # D
     inner: int  # F / t
     heads: int  # heads * head_dim / t
+    query_heads: int  # heads / t
     kv_heads: int  # kv_heads * head_dim / t
     vocab: int  # V / t
     layers: int
@@ -57,6 +58,7 @@ class _Sizes:
             width=config.hidden_size,
             inner=config.intermediate_size // tensor,
             heads=config.num_attention_heads * config.head_dim // tensor,
+            query_heads=config.num_attention_heads // tensor,
             kv_heads=config.num_key_value_heads * config.head_dim // tensor,
             vocab=config.vocab_size // tensor,
             layers=config.num_hidden_layers,
@@ -75,7 +77,8 @@ class _Sizes:
         products = 2 * (self.heads + self.kv_heads) + 2 * self.inner
         # Norms, rope and the gate's activation keep float32 copies.
         others = 10 * self.width + 5 * self.inner + 6 * (self.heads + self.kv_heads)
-        more = {"full": 0, "dots": products, "none": products + others}
+        attended = self.heads + _F32 * self.query_heads // self.real  # and a log-sum-exp a head
+        more = {"full": 0, "attention": attended, "dots": products, "none": products + others}
         return self.stream + more[remat] * self.rows * self.tokens * self.real
 
     def block(self, chunk: int | None) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,17 +49,24 @@ def dense(sight: Sight, window: int, q: Any, k: Any, v: Any) -> jax.Array:
 
 
 @settings(max_examples=10)
-@given(st.integers(0, 10**6), st.sampled_from([8, 13, 24]), st.sampled_from([0, 1, 5]))
-def test_numbers_and_gradients_are_the_dense_ones(seed: int, length: int, window: int) -> None:
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([8, 13, 24]),
+    st.sampled_from([0, 1, 5]),
+    st.booleans(),
+)
+def test_numbers_and_gradients_are_the_dense_ones(
+    seed: int, length: int, window: int, by_row: bool
+) -> None:
     sight, (q, k, v, pull) = case(seed, length, windowed=window > 0)
 
     def slow(*qkv: Any) -> jax.Array:
         return (dense(sight, window, *qkv) * pull).sum()
 
     def fast(*qkv: Any) -> jax.Array:
-        return (blockwise_attention(*qkv, sight, window, block=8) * pull).sum()
+        return (blockwise_attention(*qkv, sight, window, block=8, by_row=by_row) * pull).sum()
 
-    out = blockwise_attention(q, k, v, sight, window, block=8)
+    out = blockwise_attention(q, k, v, sight, window, block=8, by_row=by_row)
     np.testing.assert_allclose(out, dense(sight, window, q, k, v), atol=1e-5)
     for got, want in zip(
         jax.grad(fast, (0, 1, 2))(q, k, v), jax.grad(slow, (0, 1, 2))(q, k, v), strict=True
@@ -91,8 +99,11 @@ def test_a_cache_is_read_from_the_column_of_its_first_query() -> None:
     there = (jnp.arange(30) < 20)[None] & (jnp.arange(30)[None] >= jnp.array([[0], [4]]))
     sight = Sight(jnp.ones((2, 9), jnp.int32), there.astype(jnp.int32), first=jnp.int32(11))
     mask = there[:, None] & (jnp.arange(30)[None, None] <= 11 + jnp.arange(9)[None, :, None])
-    got = jax.jit(lambda s: blockwise_attention(q, k, v, s, block=4))(sight)
-    np.testing.assert_allclose(got, attention(q, k, v, mask), atol=1e-5)
+    for by_row in (False, True):
+        way = partial(blockwise_attention, block=4, by_row=by_row)
+        np.testing.assert_allclose(
+            jax.jit(way)(q, k, v, sight), attention(q, k, v, mask), atol=1e-5
+        )
 
 
 def test_bfloat16_products_keep_float32_sums() -> None:
