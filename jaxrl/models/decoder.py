@@ -1,8 +1,14 @@
-"""The decoder: embedding, a scanned stack of layers, final norm. One block serves every layer."""
+"""The decoder: embedding, a stack of layers, final norm. One block serves every layer.
+
+`Decoder` scans over the layers, whose weights lie stacked: one layer is compiled, and recomputed in
+the backward pass. `extend` writes the layers out, each with its own keys and values: a scan would
+copy weights and cache of each layer out of the stacks in every step of decoding.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,17 +23,20 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.embedding import embed
 from jaxrl.models.layers import Projection, RMSNorm
 from jaxrl.models.rope import rope_tables, rotate
-from jaxrl.models.sight import Sight
+from jaxrl.models.sight import ATTENDED, Sight
 from jaxrl.sharding import constrain
 
-REMAT = ("none", "dots", "full")
-"""What a layer keeps for its backward pass: everything; matrix products; its input only."""
+REMAT = ("none", "dots", "attention", "full")
+"""What a layer keeps for its backward pass: everything; matrix products; its input and what
+attention gave; its input only."""
 
 STREAM = ("batch", "time", "features")
 """Logical axes of the residual stream: rows split over data x fsdp, whole otherwise."""
-CACHED = ("layers", "batch", "time", "kv_heads", "head_dim")
+CACHED = ("batch", "kv_heads", "time", "head_dim")
+"""Of one layer's keys, and values: as the products of one new query with them read them."""
 
-KeysValues = tuple[Float[Array, "layers batch slots kv_heads head_dim"], ...]
+KeysValues = tuple[Float[Array, "batch kv_heads slots head_dim"], ...]
+"""One layer's."""
 
 
 class Settings(NamedTuple):
@@ -71,7 +80,6 @@ class Attention(nn.Module):
         self,
         x: Float[Array, "batch query embed"],
         scene: Scene,
-        layer: Int[Array, ""],
         window: Int[Array, ""],
         cache: KeysValues | None,
     ) -> tuple[Float[Array, "batch query embed"], KeysValues | None]:
@@ -89,13 +97,12 @@ class Attention(nn.Module):
             k = RMSNorm(config.rms_norm_eps, name="k_norm")(k)
         q, k = rotate(q, scene.cos, scene.sin), rotate(k, scene.cos, scene.sin)
         if cache is not None:
-            # The whole cache is the scan's carry, so XLA updates it in place: no copy a layer.
-            start = (layer, 0, scene.sight.first, 0, 0)
+            start = (0, 0, scene.sight.first, 0)
             cache = tuple(
-                constrain(mesh, lax.dynamic_update_slice(old, new[None], start), CACHED)
+                constrain(mesh, lax.dynamic_update_slice(old, new.swapaxes(1, 2), start), CACHED)
                 for old, new in zip(cache, (k, v), strict=True)
             )
-            k, v = (lax.dynamic_index_in_dim(array, layer, 0, keepdims=False) for array in cache)
+            k, v = (array.swapaxes(1, 2) for array in cache)
         mask = scene.mask_of(window)
         if mask is None:
             attended = local_attention(way, mesh, q, k, v, scene.sight, window)
@@ -138,7 +145,6 @@ class Block(nn.Module):
     def __call__(
         self,
         carry: tuple[Float[Array, "batch query embed"], KeysValues | None],
-        layer: Int[Array, ""],
         window: Int[Array, ""],
         scene: Scene,
     ) -> tuple[tuple[Float[Array, "batch query embed"], KeysValues | None], None]:
@@ -146,7 +152,7 @@ class Block(nn.Module):
         x, cache = carry
         eps = self.settings.config.rms_norm_eps
         attend = Attention(self.settings, name="attention")
-        update, cache = attend(RMSNorm(eps, name="attention_norm")(x), scene, layer, window, cache)
+        update, cache = attend(RMSNorm(eps, name="attention_norm")(x), scene, window, cache)
         x = x + update
         x = x + MLP(self.settings, name="mlp")(RMSNorm(eps, name="mlp_norm")(x))
         return (constrain(self.settings.mesh, x, STREAM), cache), None
@@ -164,34 +170,72 @@ class Decoder(nn.Module):
         tokens: Int[Array, "batch query"],
         positions: Int[Array, "batch query"],
         sight: Sight,
-        cache: KeysValues | None = None,
-    ) -> tuple[Float[Array, "batch query embed"], KeysValues | None]:
-        """Run the stack; with a cache, keys and values go to its columns from `sight.first` on."""
-        config, _, mesh, way, _ = self.settings
-        way = chosen_method(way, mesh, sight, config.head_dim)
-        x = constrain(mesh, _Embed(self.settings, name="embed")(tokens), STREAM)
-        scene = self._scene(positions, sight, dense=way == "dense")
+    ) -> Float[Array, "batch query embed"]:
+        """Run the stack."""
+        config = self.settings.config
+        settings = _settled(self.settings, sight)
+        x = constrain(settings.mesh, _Embed(settings, name="embed")(tokens), STREAM)
         count = config.num_hidden_layers
         stack = nn.scan(
             _rematerialised(self.remat),
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, 0, nn.broadcast),  # type: ignore[arg-type]
+            in_axes=(0, nn.broadcast),  # type: ignore[arg-type]
             length=count,
-        )(self.settings._replace(attention=way), name="layers")
+        )(settings, name="layers")
         windows = jnp.asarray(config.windows or (0,) * count, jnp.int32)
-        layers = jnp.arange(count, dtype=jnp.int32)
-        (x, cache), _ = stack((x, cache), layers, windows, scene)
-        return RMSNorm(config.rms_norm_eps, name="norm")(x), cache
+        (x, _), _ = stack((x, None), windows, _scene(settings, positions, sight))
+        return RMSNorm(config.rms_norm_eps, name="norm")(x)
 
-    def _scene(self, positions: Int[Array, "batch query"], sight: Sight, *, dense: bool) -> Scene:
-        config = self.settings.config
-        cos, sin = rope_tables(config.rope, config.head_dim, positions)
-        mask = sight.everything() if dense else None
-        distance = None
-        if dense and sight.q_positions is not None and sight.k_positions is not None:
-            distance = sight.q_positions[:, :, None] - sight.k_positions[:, None, :]
-        return Scene(cos, sin, sight, mask, distance)
+
+def extend(
+    settings: Settings,
+    params: Any,
+    tokens: Int[Array, "batch query"],
+    positions: Int[Array, "batch query"],
+    sight: Sight,
+    caches: Sequence[KeysValues],
+) -> tuple[Float[Array, "batch query embed"], list[KeysValues]]:
+    """`Decoder` with a cache a layer; keys and values go to its columns from `sight.first` on.
+
+    params: a decoder's, the layers stacked or one by one in a list.
+    """
+    config = settings.config
+    settings = _settled(settings, sight)
+    x = _Embed(settings).apply({"params": params["embed"]}, tokens)
+    x = constrain(settings.mesh, x, STREAM)  # type: ignore[arg-type]
+    scene, block, after = _scene(settings, positions, sight), Block(settings), []
+    for layer, cache in enumerate(caches):
+        weights = {"params": layer_of(params["layers"], layer)}
+        window = jnp.int32(config.windows[layer] if config.windows else 0)
+        output: Any = block.apply(weights, (x, cache), window, scene)
+        (x, cache), _ = output
+        after.append(cache)
+    norm: Any = RMSNorm(config.rms_norm_eps).apply({"params": params["norm"]}, x)
+    return norm, after
+
+
+def layer_of(layers: Any, index: int) -> Any:
+    """Weights of one layer, out of a stack or a list."""
+    if isinstance(layers, list):
+        return layers[index]
+    return jax.tree.map(lambda stacked: stacked[index], layers)
+
+
+def _settled(settings: Settings, sight: Sight) -> Settings:
+    """With the way of attention that these queries and keys come to."""
+    way = chosen_method(settings.attention, settings.mesh, sight, settings.config.head_dim)
+    return settings._replace(attention=way)
+
+
+def _scene(settings: Settings, positions: Int[Array, "batch query"], sight: Sight) -> Scene:
+    config, dense = settings.config, settings.attention == "dense"
+    cos, sin = rope_tables(config.rope, config.head_dim, positions)
+    mask = sight.everything() if dense else None
+    distance = None
+    if dense and sight.q_positions is not None and sight.k_positions is not None:
+        distance = sight.q_positions[:, :, None] - sight.k_positions[:, None, :]
+    return Scene(cos, sin, sight, mask, distance)
 
 
 class _Embed(nn.Module):
@@ -209,5 +253,10 @@ def _rematerialised(remat: str) -> type[Block]:
     """The block under a checkpoint policy; a scan needs no protection against CSE."""
     if remat == "none":
         return Block
-    policy = jax.checkpoint_policies.dots_saveable if remat == "dots" else None
-    return nn.remat(Block, prevent_cse=False, policy=policy)
+    policies = jax.checkpoint_policies
+    policy = {
+        "dots": policies.dots_saveable,
+        "attention": policies.save_only_these_names(ATTENDED),
+        "full": None,
+    }
+    return nn.remat(Block, prevent_cse=False, policy=policy[remat])

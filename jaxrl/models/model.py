@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.errors import ConfigError
 from jaxrl.models.attention import METHODS, chosen_method
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.decoder import CACHED, REMAT, Decoder, Settings
+from jaxrl.models.decoder import CACHED, REMAT, Decoder, Settings, extend, layer_of
 from jaxrl.models.sight import Sight
 from jaxrl.models.weights import Weight, weight_table
 from jaxrl.sharding import constrain
@@ -27,13 +27,13 @@ Params = Mapping[str, Any]
 
 @pytree
 class Cache:
-    """Keys and values of the tokens so far, all layers together; `index` columns are in use.
+    """Keys and values of the tokens so far; `index` columns are in use.
 
     Fields are arrays, or what stands for one in a tree of shapes or shardings.
     """
 
     k: Any
-    """[layers, batch, columns, kv_heads, head_dim], compute dtype; rotated already."""
+    """A list, for each layer [batch, kv_heads, columns, head_dim], compute dtype; rotated."""
     v: Any
     """Like k."""
     positions: Any
@@ -54,7 +54,8 @@ class Model:
     dtype: str = "float32"
     """Compute dtype, "float32" or "bfloat16"."""
     remat: str = "full"
-    """What a layer keeps for the backward pass: "none" (everything), "dots", "full" (its input)."""
+    """What a layer keeps for the backward pass: "none" (everything), "dots", "attention" (its input
+    and what attention gave), "full" (its input)."""
     attention: str = "auto"
     """"dense": scores of all pairs at once; "blockwise", and on TPUs "splash": memory linear in
     length; "auto"."""
@@ -99,7 +100,8 @@ class Model:
         """
         placed = positions if self.config.windows else None
         sight = Sight(segment_ids, segment_ids, branch_ids, branch_ids, placed, placed)
-        hidden, _ = self._decoder(self.remat).apply(_trunk(params), tokens, positions, sight)
+        decoder = Decoder(self._settings, self.remat)
+        hidden: Any = decoder.apply({"params": _trunk(params)}, tokens, positions, sight)
         return hidden
 
     def attention_for(self, length: int, *, branches: bool) -> str:
@@ -116,11 +118,20 @@ class Model:
             return params["embed"]["weight"].T
         return params["head"]["kernel"]
 
-    def for_sampling(self, params: Params, *, gather: bool) -> dict[str, Any]:
-        """Parameters in the compute dtype, cast once and not in every step of a decoding loop.
+    def logits(
+        self, params: Params, hidden: Float[Array, "batch embed"]
+    ) -> Float[Array, "batch vocab"]:
+        """Logits of one position of each row, float32, with parameters from `for_sampling`."""
+        # The larger matrix first: of few rows, XLA on CPU would rearrange it for each product.
+        return jnp.dot(params["unembed"], hidden.T, preferred_element_type=jnp.float32).T
 
-        With `gather` each device gets all that it multiplies with (its tensor part, whole over
-        fsdp), so that no step of the loop has to fetch it.
+    def for_sampling(self, params: Params, *, gather: bool) -> dict[str, Any]:
+        """Parameters as a decoding loop wants them: cast, a list of layers, and "unembed".
+
+        That is the head as [vocab, embed]. So no step of the loop casts, turns, or cuts a layer out
+        of a stack. With `gather` each
+        device gets all that it multiplies with (its tensor part, whole over fsdp), and no step of
+        the loop has to fetch it.
         """
         cast: dict[str, Any] = {}
         for weight in weight_table(self.config):
@@ -132,16 +143,22 @@ class Model:
                 array = lax.optimization_barrier(array)  # cast, then sent: half of it travels
                 array = constrain(self.mesh, array, [axis or "features" for axis in weight.axes])
             node[weight.path[-1]] = array
-        return cast
+        count = self.config.num_hidden_layers
+        layers = [layer_of(cast["layers"], i) for i in range(count)]
+        return cast | {"layers": layers, "unembed": self.head(cast).T}
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache of `length` columns, in the compute dtype."""
         config = self.config
-        heads, size = config.num_key_value_heads, config.head_dim
-        shape = (config.num_hidden_layers, batch, length, heads, size)
+        shape = (batch, config.num_key_value_heads, length, config.head_dim)
+
+        def empty() -> list[jax.Array]:
+            zeros = (jnp.zeros(shape, self.dtype) for _ in range(config.num_hidden_layers))
+            return [constrain(self.mesh, array, CACHED) for array in zeros]
+
         return Cache(
-            k=constrain(self.mesh, jnp.zeros(shape, self.dtype), CACHED),
-            v=constrain(self.mesh, jnp.zeros(shape, self.dtype), CACHED),
+            k=empty(),
+            v=empty(),
             positions=jnp.full((batch, length), -1, jnp.int32),
             index=jnp.zeros((), jnp.int32),
         )
@@ -166,17 +183,15 @@ class Model:
         # Positions rise along the columns of a row, so what is before a token is what it sees.
         ours, theirs = (positions >= 0).astype(jnp.int32), (seen >= 0).astype(jnp.int32)
         sight = Sight(ours, theirs, None, None, *placed, first=cache.index)
-        output: Any = self._decoder("none").apply(
-            _trunk(params), tokens, positions, sight, (cache.k, cache.v)
-        )
-        hidden, (k, v) = output
+        caches = list(zip(cache.k, cache.v, strict=True))
+        hidden, caches = extend(self._settings, params, tokens, positions, sight, caches)
+        k, v = ([pair[i] for pair in caches] for i in (0, 1))
         return hidden, Cache(k=k, v=v, positions=seen, index=cache.index + tokens.shape[1])
 
-    def _decoder(self, remat: str) -> Decoder:
-        settings = Settings(
-            self.config, jnp.dtype(self.dtype), self.mesh, self.attention, self.gathered
-        )
-        return Decoder(settings, remat)
+    @property
+    def _settings(self) -> Settings:
+        dtype = jnp.dtype(self.dtype)
+        return Settings(self.config, dtype, self.mesh, self.attention, self.gathered)
 
     def _start(self, weight: Weight, key: jax.Array) -> jax.Array:
         if weight.kind == "normal":
@@ -187,4 +202,4 @@ class Model:
 
 def _trunk(params: Params) -> dict[str, Any]:
     """What the decoder reads; a critic's trunk has no head, a policy's is applied elsewhere."""
-    return {"params": {name: params[name] for name in ("embed", "layers", "norm")}}
+    return {name: params[name] for name in ("embed", "layers", "norm")}

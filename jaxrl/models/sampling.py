@@ -119,49 +119,56 @@ def draw(keys: Key[Array, " batch"], logits: Float[Array, "batch vocab"], knobs:
     >>> draw(keys, jnp.array([[0.0, 9.0]]), Knobs()).tokens.tolist()
     [1]
     """
-    z = logits.astype(jnp.float32)
+    # Tokens first, as `Model.logits` makes them: what follows goes along memory, all rows abreast.
+    z = logits.astype(jnp.float32).T
     if knobs.temperature is not None:
         z = z / knobs.temperature
-    peak = jnp.max(z, axis=-1, keepdims=True)
     # Shifted once: the normaliser, the draw and the reported value then share their rounding.
-    z = z - peak
+    z = z - jnp.max(z, axis=0, keepdims=True)
+    if knobs.temperature is not None and any(knob is not None for knob in knobs[1:]):
+        z = filter_logits(z.T, top_k=knobs.top_k, top_p=knobs.top_p, min_p=knobs.min_p).T
+    masses = jnp.sum(jnp.exp(_blocks(z)), axis=1)
     if knobs.temperature is None:
-        tokens = jnp.argmax(z, axis=-1).astype(jnp.int32)
+        tokens = jnp.argmax(z, axis=0).astype(jnp.int32)
     else:
-        if any(knob is not None for knob in knobs[1:]):
-            z = filter_logits(z, top_k=knobs.top_k, top_p=knobs.top_p, min_p=knobs.min_p)
         uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,), jnp.float32))(keys)
-        tokens = _invert(z, uniform)
-    normaliser = jnp.log(jnp.sum(jnp.exp(z), axis=-1))
-    return Draw(tokens, jnp.take_along_axis(z, tokens[:, None], axis=-1)[:, 0] - normaliser)
+        tokens = _invert(z, masses, uniform.T)
+    drawn = jnp.take_along_axis(z, tokens[None], axis=0)[0]
+    return Draw(tokens, drawn - jnp.log(jnp.sum(masses, axis=0)))
+
+
+def _blocks(z: Float[Array, "vocab batch"]) -> Float[Array, "blocks block batch"]:
+    vocab, rows = z.shape
+    z = jnp.pad(z, ((0, -vocab % BLOCK), (0, 0)), constant_values=-jnp.inf)
+    return z.reshape(-1, BLOCK, rows)
 
 
 def _invert(
-    z: Float[Array, "batch vocab"], uniform: Float[Array, "batch 2"]
+    z: Float[Array, "vocab batch"],
+    masses: Float[Array, "blocks batch"],
+    uniform: Float[Array, "2 batch"],
 ) -> Int[Array, " batch"]:
     """The token where the cumulative distribution of softmax(z), max z = 0, passes a random number.
 
-    Two levels, first the block and then the token in it: two random numbers and a pass over the
-    row, where a Gumbel draw needs a random number and two logarithms for each token of it.
+    Two levels, first the block (masses: Σ exp z of each) and then the token in it: two random
+    numbers and a pass over the row, where a Gumbel draw needs a random number and two logarithms
+    for each token of it.
     """
-    rows, vocab = z.shape
-    blocks = -(-vocab // BLOCK)
-    z = jnp.pad(z, ((0, 0), (0, blocks * BLOCK - vocab)), constant_values=-jnp.inf)
-    z = z.reshape(rows, blocks, BLOCK)
-    block = _pick(jnp.sum(jnp.exp(z), axis=-1), uniform[:, :1])
-    inside = jnp.exp(jnp.take_along_axis(z, block[:, None, None], axis=1)[:, 0])
-    return block * BLOCK + _pick(inside, uniform[:, 1:])
+    block = _pick(masses, uniform[0])
+    inside = jnp.take_along_axis(_blocks(z), block[None, None], axis=0)[0]
+    return block * BLOCK + _pick(jnp.exp(inside), uniform[1])
 
 
 def _pick(
-    weights: Float[Array, "batch n"], uniform: Float[Array, "batch 1"]
+    weights: Float[Array, "n batch"], uniform: Float[Array, " batch"]
 ) -> Int[Array, " batch"]:
     """An index a row, in proportion to `weights`; never one of weight 0.
 
     The cumulative sums rise only where a weight is positive, and both counts stop at such a place.
     """
-    ends = jnp.cumsum(weights, axis=-1)
-    total = ends[:, -1:]
+    ends = jnp.cumsum(weights, axis=0)
+    total = ends[-1:]
     # The second count holds when rounding brings uniform * total up to the total itself.
-    index = jnp.minimum(jnp.sum(ends <= uniform * total, axis=-1), jnp.sum(ends < total, axis=-1))
+    reached = jnp.sum(ends <= uniform[None] * total, axis=0)
+    index = jnp.minimum(reached, jnp.sum(ends < total, axis=0))
     return index.astype(jnp.int32)

@@ -48,7 +48,7 @@ def abstract_sampler(shapes: RunShapes) -> tuple[Any, tuple[Any, ...]]:
             tokens=jnp.zeros((batch.prompts, batch.columns), jnp.int32),
             lengths=jnp.zeros(batch.prompts, jnp.int32),
             keys=jax.random.split(jax.random.key(0), rows),
-            live=jnp.zeros(rows, bool),
+            limits=jnp.zeros(rows, jnp.int32),
             stop_ids=jnp.zeros(stops, jnp.int32),
             knobs=Knobs.of(sampling),
         )

@@ -27,8 +27,8 @@ class Request(NamedTuple):
     """int32 [prompts]; what is left of it is padding, whatever id stands there."""
     keys: jax.Array
     """Typed keys [rows]."""
-    live: jax.Array
-    """bool [rows]; False is a dummy row, which nobody waits for."""
+    limits: jax.Array
+    """int32 [rows]: most tokens of each; 0 is a dummy row, which nobody waits for."""
     stop_ids: jax.Array
     """int32 [stops]; -1 is none."""
     knobs: Knobs
@@ -44,9 +44,9 @@ class Response(NamedTuple):
     lengths: jax.Array
     """int32 [rows]; the stop token counts."""
     stopped: jax.Array
-    """bool [rows]; whether a stop token ended the response, rather than the length limit."""
+    """bool [rows]; whether a stop token ended the response, rather than its limit."""
     steps: jax.Array
-    """int32 scalar: tokens drawn a row, before every live row had stopped."""
+    """int32 scalar: tokens drawn a row, before every row had ended."""
 
 
 class _State(NamedTuple):
@@ -77,24 +77,25 @@ def sample_batch(
     def record(state: _State, hidden: jax.Array) -> _State:
         """Draw the next token of every row from the hidden states that predict it."""
         past = state.response
-        logits = jnp.dot(hidden, model.head(params), preferred_element_type=jnp.float32)
+        logits = model.logits(params, hidden)
         logits = constrain(model.mesh, logits, ("batch", "tokens"))  # filters look at whole rows
         keys = jax.vmap(jax.random.fold_in, (0, None))(request.keys, past.steps)
         tokens, logprobs = draw(keys, logits, request.knobs)
-        going = ~past.stopped
+        going = _going(request, past)
+        ends = jnp.any(tokens[:, None] == request.stop_ids[None], axis=-1)
         response = Response(
             ids=jax.lax.dynamic_update_slice(past.ids, tokens[:, None], (0, past.steps)),
             logprobs=jax.lax.dynamic_update_slice(
                 past.logprobs, logprobs[:, None], (0, past.steps)
             ),
             lengths=past.lengths + going,
-            stopped=past.stopped | jnp.any(tokens[:, None] == request.stop_ids[None], axis=-1),
+            stopped=past.stopped | (going & ends),
             steps=past.steps + 1,
         )
         return _State(response, tokens, state.cache)
 
     def unfinished(state: _State) -> jax.Array:
-        going = jnp.any(request.live & ~state.response.stopped)
+        going = jnp.any(_going(request, state.response))
         return going & (state.response.steps < max_new_tokens)
 
     def advance(state: _State) -> _State:
@@ -111,6 +112,11 @@ def sample_batch(
     )
     first = record(_State(empty, jnp.zeros(rows, jnp.int32), cache), hidden)
     return jax.lax.while_loop(unfinished, advance, first).response
+
+
+def _going(request: Request, past: Response) -> jax.Array:
+    """Rows that get another token."""
+    return ~past.stopped & (past.steps < request.limits)
 
 
 def _prefill(
@@ -142,7 +148,7 @@ def _spread(cache: Cache, samples: int, room: int) -> Cache:
 
     return dataclasses.replace(
         cache,
-        k=spread(cache.k, 1, 2, 0),
-        v=spread(cache.v, 1, 2, 0),
+        k=[spread(array, 0, 2, 0) for array in cache.k],
+        v=[spread(array, 0, 2, 0) for array in cache.v],
         positions=spread(cache.positions, 0, 1, -1),
     )

@@ -132,7 +132,7 @@ class TrainsideEngine:
     ) -> list[Trajectory]:
         """Finish `samples` completions of each prompt, prompt-major; see `RolloutEngine`.
 
-        A shorter limit of a prompt is cut from what `max_new_tokens` allow: no other program.
+        A limit of a prompt is an argument: other limits need no other program.
         """
         vocab = self._model.config.vocab_size
         check_request(prompts, samples=samples, sampling=sampling, vocab_size=vocab, limits=limits)
@@ -142,10 +142,10 @@ class TrainsideEngine:
         stats = RolloutStats()
         lengths = [len(p.ids) for p in prompts]
         for batch in plan_batches(lengths, samples, self._batch_size, self._multiple):
-            request = self._request(batch, prompts, sampling, seed)
+            request = self._request(batch, prompts, limits, sampling, seed)
             program = self._program(params, request, batch.samples, sampling.max_new_tokens)
             response = jax.device_get(program(params, request))
-            answers = _read(batch, prompts, limits, response, samples, version)
+            answers = _read(batch, prompts, response, samples, version)
             for index, trajectory in answers:
                 found[index] = trajectory
             if on_done:
@@ -168,14 +168,19 @@ class TrainsideEngine:
         return params, version
 
     def _request(
-        self, batch: Batch, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+        self,
+        batch: Batch,
+        prompts: Sequence[Prompt],
+        limits: Sequence[int],
+        sampling: Sampling,
+        seed: int,
     ) -> Request:
         """Lay out a batch; what it lacks is filled with dummy rows that repeat the first prompt."""
         tokens = np.full((batch.prompts, batch.columns), self._pad, np.int32)
         lengths = np.zeros(batch.prompts, np.int32)
         rows = np.zeros((batch.prompts, batch.samples), np.int64)
         numbers, epochs = np.zeros_like(rows), np.zeros_like(rows)
-        live = np.zeros((batch.prompts, batch.samples), bool)
+        most = np.zeros((batch.prompts, batch.samples), np.int32)
         for i in range(batch.prompts):
             unit = batch.units[i if i < len(batch.units) else 0]
             prompt = prompts[unit.prompt]
@@ -183,12 +188,12 @@ class TrainsideEngine:
             tokens[i, batch.columns - len(prompt.ids) :] = prompt.ids
             rows[i], epochs[i] = prompt.row, prompt.epoch
             numbers[i] = prompt.first_sample + unit.first + np.arange(batch.samples)
-            live[i, : unit.count] = i < len(batch.units)
+            most[i, : unit.count] = limits[unit.prompt] if i < len(batch.units) else 0
         request = Request(
             tokens=jnp.asarray(tokens),
             lengths=jnp.asarray(lengths),
             keys=request_keys(seed, rows.ravel(), numbers.ravel(), epochs.ravel()),
-            live=jnp.asarray(live.ravel()),
+            limits=jnp.asarray(most.ravel()),
             stop_ids=_stop_array(sampling.stop_token_ids),
             knobs=Knobs.of(sampling),
         )
@@ -242,7 +247,6 @@ def _tree_faults(expected: Any, given: Any) -> list[str]:
 def _read(
     batch: Batch,
     prompts: Sequence[Prompt],
-    limits: Sequence[int],
     response: Response,
     samples: int,
     version: int,
@@ -253,8 +257,7 @@ def _read(
         prompt = prompts[unit.prompt]
         for j in range(unit.count):
             row, number = i * batch.samples + j, prompt.first_sample + unit.first + j
-            length = min(int(response.lengths[row]), limits[unit.prompt])
-            whole = length == int(response.lengths[row])
+            length = int(response.lengths[row])
             logprobs = response.logprobs[row, :length]
             if not np.isfinite(logprobs).all():
                 raise RolloutError(
@@ -267,7 +270,7 @@ def _read(
                 sample=number,
                 response_ids=tuple(response.ids[row, :length].tolist()),
                 logprobs=tuple(logprobs.tolist()),
-                finish_reason="stop" if whole and response.stopped[row] else "length",
+                finish_reason="stop" if response.stopped[row] else "length",
                 weight_version=version,
             )
             found.append((unit.prompt * samples + unit.first + j, trajectory))

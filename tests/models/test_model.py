@@ -212,16 +212,16 @@ def test_extend_by_several_tokens_at_once() -> None:
 def test_cache_columns_and_empty_positions() -> None:
     model, params = start(QWEN)
     cache = model.init_cache(2, 5)
-    assert cache.k.shape == cache.v.shape == (3, 2, 5, 2, 12)
+    assert [array.shape for array in cache.k + cache.v] == [(2, 2, 5, 12)] * 6
     assert (cache.positions == -1).all() and cache.index == 0
     hidden, cache = extend(model, params, ints([9, 7], [1, 7]), ints([0, 1], [-1, 0]), cache)
     assert cache.positions.tolist() == [[0, 1, -1, -1, -1], [-1, 0, -1, -1, -1]]
     assert cache.index == 2 and jnp.isfinite(hidden).all()
-    assert cache.k[:, :, :2].any() and not cache.k[:, :, 2:].any()
+    assert all(k[:, :, :2].any() and not k[:, :, 2:].any() for k in cache.k)
     # What an empty or padded column holds is never seen.
     dirty = type(cache)(
-        k=cache.k.at[:, 1, 0].set(50.0).at[:, :, 4].set(50.0),
-        v=cache.v.at[:, 1, 0].set(50.0).at[:, :, 4].set(50.0),
+        k=[k.at[1, :, 0].set(50.0).at[:, :, 4].set(50.0) for k in cache.k],
+        v=[v.at[1, :, 0].set(50.0).at[:, :, 4].set(50.0) for v in cache.v],
         positions=cache.positions,
         index=cache.index,
     )
@@ -234,7 +234,9 @@ def test_decoding_updates_the_cache_in_place() -> None:
     """A donated cache is aliased; no step copies the cache or the weights of all layers."""
     sizes = {**SIZES, "num_hidden_layers": 16}
     model = Model(ModelConfig("llama", **sizes, tie_word_embeddings=True))
-    params = jax.eval_shape(model.init, jax.random.key(0))
+    params = jax.eval_shape(
+        lambda key: model.for_sampling(model.init(key), gather=True), jax.random.key(0)
+    )
     cache = jax.eval_shape(lambda: model.init_cache(4, 64))
     step = jax.jit(model.extend, donate_argnums=3)
     compiled = step.lower(params, *[jnp.zeros((4, 1), jnp.int32)] * 2, cache).compile()
@@ -285,6 +287,22 @@ def test_remat_changes_memory_only() -> None:
     assert full < dots < none
 
 
+def test_attention_that_was_kept_is_not_computed_again() -> None:
+    """Same numbers; of its seven products, the two of the forward pass are made once."""
+
+    def gradient(remat: str) -> tuple[Any, float]:
+        model, params = start(QWEN, remat=remat, attention="blockwise")
+        batch = a_batch()
+        program = jax.jit(jax.grad(lambda p: jnp.sin(model.hidden(p, *batch)).sum()))
+        compiled = program.lower(params).compile()
+        return compiled(params), str(program.trace(params).jaxpr).count(" exp ")
+
+    (kept, few), (again, many) = gradient("attention"), gradient("full")
+    for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert few < many
+
+
 @each_config
 def test_bfloat16_is_close(config: ModelConfig) -> None:
     """bfloat16 keeps eight bits; states after the norm are of order one."""
@@ -293,7 +311,7 @@ def test_bfloat16_is_close(config: ModelConfig) -> None:
     model = Model(config, dtype="bfloat16")
     rough = hidden_states(model, params, *batch)
     assert rough.dtype == jnp.bfloat16
-    assert model.init_cache(1, 2).k.dtype == jnp.bfloat16
+    assert model.init_cache(1, 2).k[0].dtype == jnp.bfloat16
     exact = hidden_states(exact_model, params, *batch)
     # A sampler may cast its copy of the parameters once, instead of at every step.
     cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)

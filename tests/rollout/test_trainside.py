@@ -241,7 +241,7 @@ def test_nobody_waits_for_dummy_rows() -> None:
         tokens=jnp.asarray([PROMPTS[0].ids, PROMPTS[3].ids[:3]], jnp.int32),
         lengths=jnp.asarray([3, 3], jnp.int32),
         keys=request_keys(0, [0, 1], [0, 0]),
-        live=jnp.asarray([True, False]),
+        limits=jnp.asarray([16, 0], jnp.int32),
         stop_ids=jnp.asarray([stop], jnp.int32),
         knobs=Knobs(),
     )
@@ -249,7 +249,19 @@ def test_nobody_waits_for_dummy_rows() -> None:
     response = sample(PARAMS, request)
     assert response.ids[0, 0] == stop and response.ids[1, 0] != stop
     assert response.steps == 1
-    assert sample(PARAMS, request._replace(live=jnp.asarray([True, True]))).steps > 1
+    assert sample(PARAMS, request._replace(limits=jnp.asarray([16, 16], jnp.int32))).steps > 1
+
+
+def test_a_limit_ends_a_row_and_nobody_waits_for_it(engine: TrainsideEngine) -> None:
+    limits = [3, 1, 5, 2, 4]
+    settings: dict[str, Any] = {"samples": 1, "sampling": sampling_of(9), "seed": 2}
+    whole = engine.generate(PROMPTS, **settings)
+    cut = engine.generate(PROMPTS, limits=limits, **settings)
+    assert engine.stats.steps == 5
+    for one, all_of_it, limit in zip(cut, whole, limits, strict=True):
+        assert one.response_ids == all_of_it.response_ids[:limit]
+        assert one.logprobs == all_of_it.logprobs[:limit]
+        assert one.finish_reason == "length"
 
 
 def test_padding_is_by_length_whatever_id_it_has(engine: TrainsideEngine) -> None:
