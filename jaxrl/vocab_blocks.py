@@ -285,8 +285,11 @@ def _gradients(plan: BlockPlan, inputs: HeadInputs, token: _PerToken) -> _Grads:
             part = part.astype(total.dtype)
             return lax.dynamic_update_slice_in_dim(total, part, start, along)
 
-        # Turned here, once a block: as the output of the product it would turn every [C, width].
-        matrix = inner.matrix if inputs.layout == "dv" else inner.matrix.T
+        matrix = inner.matrix
+        if inputs.layout == "vd":
+            # Turned once a block: as the output of the product it would turn every [C, width]. Of
+            # one chunk, XLA on CPU would make it that output, and cannot in bfloat16.
+            matrix = lax.optimization_barrier(matrix).T
         if split is not None:
             matrix = split.scatter(matrix, 1 - axis)
         bias = None if grads.bias is None else put(grads.bias, inner.bias, 0)

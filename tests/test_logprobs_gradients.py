@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.logprobs import token_logprobs, token_logprobs_and_entropy
+from jaxrl.logprobs import PlacedHead, TiedHead, token_logprobs, token_logprobs_and_entropy
 from tests.logprob_reference import (
     FLOATS,
     assert_close,
@@ -95,6 +95,22 @@ def test_lp_06_bfloat16_inputs_give_float32_logits(scale: int, chunk_size: int |
     for a, b in zip(got, jax.grad(total, (0, 1))(*wide, None), strict=True):
         assert a.dtype == jnp.bfloat16
         assert relative(a, b) < 1e-2
+
+
+@pytest.mark.parametrize("chunk_size", [7, 3])
+def test_a_tied_head_in_bfloat16_has_the_gradient_of_its_transpose(chunk_size: int) -> None:
+    given = problem(2, 7, width=64, vocab=96)
+    hidden, targets = given["hidden"].astype(jnp.bfloat16), given["targets"]
+    embedding = given["head"].T
+
+    def total(h: jax.Array, w: jax.Array, wrap: Any) -> jax.Array:
+        head = PlacedHead(wrap(w), jnp.dtype("bfloat16"), None, None)
+        return token_logprobs(h, head, targets, chunk_size=chunk_size).sum()
+
+    gradient = jax.jit(jax.grad(total, (0, 1)), static_argnums=2)
+    tied, plain = gradient(hidden, embedding, TiedHead), gradient(hidden, embedding.T, jnp.asarray)
+    np.testing.assert_array_equal(tied[0], plain[0])
+    np.testing.assert_array_equal(tied[1], plain[1].T)
 
 
 @pytest.mark.parametrize(
