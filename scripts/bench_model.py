@@ -15,8 +15,8 @@ from jaxrl.types import PackedBatch, Prompt, TrainBatch, Trajectory
 
 
 def model_of(sizes: Sizes) -> Model:
-    """The Qwen3 that is measured, in float32 with every layer recomputed in the backward pass."""
-    return Model(ModelConfig.from_hf(model_config(sizes)))
+    """The Qwen3 that is measured, in float32; all of a layer but attention is recomputed."""
+    return Model(ModelConfig.from_hf(model_config(sizes)), remat="attention")
 
 
 def weights_of(model: Model) -> dict[str, Any]:

@@ -53,14 +53,15 @@ def products_line(row: Row, sides: Sides) -> str | None:
 
 def parts_line(title: str, side: Mapping[str, Any]) -> str | None:
     """Where the seconds of an iteration went, by its own account, and what is left."""
-    parts = {k.removesuffix("_s"): v for k, v in side["check"].items() if k.endswith("_s")}
-    if not parts:
+    stages = {name.removesuffix("_s"): seconds for name, seconds in side["stages"].items()}
+    if not stages:
         return None
-    rest = side["cpu_s"] - sum(parts.values())
-    words = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items())
+    whole = side["cpu_s"]
+    outside = whole - sum(seconds for name, seconds in stages.items() if name != "pack")
+    words = ", ".join(f"{name} {seconds:.3g}" for name, seconds in stages.items())
     return (
-        f"- {title}: {words}, the rest {rest:.3g} of {side['cpu_s']:.4g} CPU s "
-        f"({rest / side['cpu_s']:.1%}); {side['cpu_s'] / side['tokens']:.4f} a response token"
+        f"- {title}: {words} of {whole:.4g} CPU s, {whole / side['tokens']:.4f} a response token; "
+        f"{1 - outside / whole:.1%} inside the sampler and the steps"
     )
 
 
@@ -112,7 +113,6 @@ def page(kept: Kept, peers: Sequence[str], rows: Sequence[str]) -> str:
         "Where an iteration's CPU seconds go": [
             parts_line(f"{row.work}, {side}", figures)
             for row, entry in there.values()
-            if row.long
             for side, figures in entry["sides"].items()
         ],
         "Left out": [

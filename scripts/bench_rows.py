@@ -49,10 +49,11 @@ class Row(NamedTuple):
     """What the limit on memory is about: XLA's temporaries, or the peak of the whole process."""
     products: tuple[str, int] | None = None
     """Our section of a matrix product of the step, and how many of them the step consists of."""
+    rounds: int = 3
     repeats: int = 3
-    """Timed calls in each process."""
-    long: bool = False
-    """Takes minutes: a process for each figure, ours after one call that compiles."""
+    """Timed calls in each process, after one that may compile; 0 times that one."""
+    peers_repeats: int | None = None
+    """The peers' where it differs: of long calls in a library that compiles nothing."""
     part_of: tuple[str, str] | None = None
     """The row it is measured in, and its side there that is ours here."""
 
@@ -80,7 +81,8 @@ ROWS = {
         Limit(1.15, ("products",)),
         Limit(64, ()),
         products=("head_large_products", 4),
-        long=True,
+        rounds=5,
+        repeats=0,
     ),
     "policy_step": Row(
         "PPO policy step, 20.7M Qwen3, 8 x 512",
@@ -133,7 +135,9 @@ ROWS = {
         Limit(0.35, ("trl",)),
         Limit(0.65, ("trl",)),
         memory_is="peak_rss_bytes",
-        long=True,
+        rounds=5,
+        repeats=1,
+        peers_repeats=0,
     ),
     "iteration_head": Row(
         "same, our critic a head on the policy's trunk",
@@ -142,7 +146,6 @@ ROWS = {
         Limit(0.35, ("trl",)),
         Limit(0.5, ("trl",)),
         memory_is="peak_rss_bytes",
-        long=True,
         part_of=("iteration", "ours: head"),
     ),
 }

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import bench_products
+import bench_sampling
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_inputs import Sizes, gae_inputs, sampled_prompts
+from bench_inputs import Sizes, gae_inputs
 from bench_model import drawn_batch, head_inputs, model_of, packed_rows, weights_of
 from bench_timing import Work
 
@@ -18,14 +21,10 @@ from jaxrl.config import AlgorithmConfig, CriticConfig, OptimizerConfig
 from jaxrl.critic import init_value_params, make_forward
 from jaxrl.logprobs import token_logprobs, token_logprobs_and_entropy
 from jaxrl.losses import ppo_value_loss
-from jaxrl.models.sampling import Knobs
 from jaxrl.optim import Optimizer, make_optimizer
 from jaxrl.reduce import aggregate, whiten
-from jaxrl.rollout.engine import request_keys
-from jaxrl.rollout.sampler import Request, sample_batch
-from jaxrl.rollout.trainside import TrainsideEngine
-from jaxrl.steps import predicting_hidden, row_inputs
-from jaxrl.types import PackedBatch, Prompt, Sampling, TrainBatch, TrainState
+from jaxrl.steps import Forward, predicting_hidden, row_inputs
+from jaxrl.types import PackedBatch, TrainBatch, TrainState
 from jaxrl.update import make_update_step
 
 # The learning rate and decay of the peers' optimizer, and like theirs no clipping.
@@ -70,23 +69,6 @@ def head_section(sizes: Sizes, *, gradient: bool, entropy: bool) -> Work:
         targets.size,
         lambda out: {"mean": float(out[0] if gradient else out)},
     )
-
-
-def head_products(sizes: Sizes) -> Work:
-    """The one product hidden @ head, in vocabulary blocks: what all of the above is made of.
-
-    A forward pass needs it once; with its gradient there are four products of this size.
-    """
-    hidden, head, _ = head_inputs(sizes)
-    flat, width = hidden.reshape(-1, sizes.hidden), min(1024, sizes.vocab)
-
-    def largest(flat: jax.Array, head: jax.Array) -> jax.Array:
-        def block(i: jax.Array) -> jax.Array:
-            return (flat @ jax.lax.dynamic_slice_in_dim(head, i * width, width, 1)).max()
-
-        return jax.lax.map(block, jnp.arange(sizes.vocab // width)).max()
-
-    return of_program(largest, (flat, head), len(flat), lambda out: {"largest": float(out)})
 
 
 def logprobs_section(sizes: Sizes, *, gradient: bool, entropy: bool) -> Work:
@@ -140,13 +122,24 @@ def policy_step(sizes: Sizes) -> Work:
         return token_logprobs(hidden, model.head(params), packed.policy_targets)
 
     batch = drawn_batch(sizes, packed, scores(params))
+    names = {"loss": "policy/loss", "gradient_norm": "policy/grad_norm"}
+    return of_step(policy_update(forward, sizes), policy_state(params), batch, names)
+
+
+def policy_update(forward: Forward, sizes: Sizes) -> Callable[[Any, Any], Any]:
+    """The trainer's update step, for a policy without a critic."""
     optimizer = decayed_adamw()
-    step = make_update_step(
+    return make_update_step(
         forward, AlgorithmConfig(), optimizer, optimizer,
         chunk_size=1024, temperature=1.0, horizon=sizes.response,
     )  # fmt: skip
+
+
+def policy_state(params: Any) -> TrainState:
+    """Before the first update."""
+    optimizer = decayed_adamw()
     zero = {"updates": 0, "iteration": 0, "skipped": 0, "skipped_in_a_row": 0}
-    state = TrainState(
+    return TrainState(
         policy_params=params,
         value_params={},
         policy_opt=jax.jit(optimizer.init)(params),
@@ -155,8 +148,6 @@ def policy_step(sizes: Sizes) -> Work:
         reward_moments=jnp.zeros(3),
         **{name: jnp.int32(value) for name, value in zero.items()},
     )
-    names = {"loss": "policy/loss", "gradient_norm": "policy/grad_norm"}
-    return of_step(step, state, batch, names)
 
 
 def critic_step(sizes: Sizes) -> Work:
@@ -187,33 +178,6 @@ def decayed_adamw() -> Optimizer:
     return make_optimizer(ADAMW, 1000, None)
 
 
-def sampler(sizes: Sizes) -> Work:
-    """The trainside engine from token ids to trajectories; no stop token, so all rows run on."""
-    model = model_of(sizes)
-    params = weights_of(model)
-    rows, length = sizes.sampled_rows, sizes.sampled_prompt
-    ids = sampled_prompts(sizes)
-    prompts = [Prompt(row=i, ids=tuple(r.tolist()), text="", columns={}) for i, r in enumerate(ids)]
-    sampling = Sampling(max_new_tokens=sizes.sampled_new)
-    engine = TrainsideEngine(model, params, batch_size=rows)
-    request = Request(
-        tokens=jnp.asarray(ids),
-        lengths=jnp.full(rows, length, jnp.int32),
-        keys=request_keys(0, range(rows), [0] * rows),
-        live=jnp.ones(rows, bool),
-        stop_ids=jnp.full(4, -1, jnp.int32),
-        knobs=Knobs.of(sampling),
-    )
-    program = partial(sample_batch, model, samples=1, max_new_tokens=sizes.sampled_new)
-    compiled = jax.jit(program).lower(params, request).compile()
-    return Work(
-        lambda: engine.generate(prompts, samples=1, sampling=sampling, seed=0),
-        temporaries(compiled),
-        lambda out: {"new_tokens": float(sum(len(t.response_ids) for t in out))},
-        rows * sizes.sampled_new,
-    )
-
-
 def gae_section(sizes: Sizes, *, large: bool) -> Work:
     """GAE and whitening under a mask of unequal row lengths."""
     rewards, values, mask = gae_inputs(sizes.gae_large if large else sizes.gae_small)
@@ -233,8 +197,15 @@ def gae_section(sizes: Sizes, *, large: bool) -> Work:
     )
 
 
+def large_head(sizes: Sizes) -> Sizes:
+    """A head as large as those of today's models; of small sizes, the same."""
+    if sizes.rows < Sizes().rows:
+        return sizes
+    return replace(sizes, prompt=256, response=768, hidden=1024, vocab=151936)
+
+
 SECTIONS: dict[str, Callable[[Sizes], Work]] = {
-    "head_products": head_products,
+    "head_products": bench_products.head,
     "head_forward": partial(head_section, gradient=False, entropy=False),
     "head_gradient": partial(head_section, gradient=True, entropy=False),
     "head_entropy_forward": partial(head_section, gradient=False, entropy=True),
@@ -242,9 +213,24 @@ SECTIONS: dict[str, Callable[[Sizes], Work]] = {
     "logprobs_forward": partial(logprobs_section, gradient=False, entropy=False),
     "logprobs_gradient": partial(logprobs_section, gradient=True, entropy=False),
     "logprobs_entropy_gradient": partial(logprobs_section, gradient=True, entropy=True),
+    "head_large_products": lambda sizes: bench_products.head(large_head(sizes)),
+    "head_large_gradient": lambda sizes: head_section(
+        large_head(sizes), gradient=True, entropy=False
+    ),
     "policy_step": policy_step,
+    "policy_step_products": bench_products.policy_step,
     "critic_step": critic_step,
-    "sampler": sampler,
+    "critic_step_products": bench_products.critic_step,
+    "sampler": bench_sampling.sampler,
+    "sampler_products": bench_products.sampler,
+    "sampler_smollm2": lambda sizes: bench_sampling.sampler_smollm2(
+        bench_sampling.smollm2_sizes(sizes.rows < Sizes().rows)
+    ),
+    "sampler_smollm2_products": lambda sizes: bench_products.sampler(
+        bench_sampling.smollm2_sizes(sizes.rows < Sizes().rows)
+    ),
+    "iteration_smollm2": partial(bench_sampling.iteration, critic="model"),
+    "iteration_smollm2_head": partial(bench_sampling.iteration, critic="head"),
     "gae_small": partial(gae_section, large=False),
     "gae_large": partial(gae_section, large=True),
 }

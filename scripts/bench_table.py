@@ -34,7 +34,6 @@ ROOT = SCRIPTS.parent
 KEPT, PAGE = ROOT / "docs" / "bench.json", ROOT / "docs" / "bench.md"
 VENVS = Path(os.environ.get("JAXRL_PEERS", ROOT / ".venv-peers"))
 MEASURED = [name for name, row in ROWS.items() if not row.part_of]
-LONG_ROUNDS = 5  # each gives one figure
 # One thread for everybody (see `pin`), so that CPU seconds compare; no device, no model hub.
 QUIET = {
     "OMP_NUM_THREADS": "1",
@@ -66,24 +65,19 @@ def python_of(peer: str) -> Path:
     return VENVS / peer / "bin" / "python"
 
 
-def ours(side: str, section: str, row: Row, repeats: int) -> Program:
-    """A section of `bench.py`; of a long one, a single call after the one that compiles."""
-    command = [sys.executable, str(SCRIPTS / "bench.py"), "--child", section]
-    return Program(side, command, 1 if row.long else repeats)
-
-
-def programs(row: Row, repeats: int) -> Iterator[Program]:
-    """Ours first, then everybody else who is there."""
+def programs(row: Row, repeats: int | None = None) -> Iterator[Program]:
+    """Ours first, then everybody else who is there; `repeats` in place of the row's own."""
     mine = {OURS: row.ours} | ({PRODUCTS: row.products[0]} if row.products else {})
     mine |= {side: section for side, section in row.others.items() if side not in PEERS}
+    ours = [sys.executable, str(SCRIPTS / "bench.py"), "--child"]
     for side, section in mine.items():
         if section in SECTIONS:
-            yield ours(side, section, row, repeats)
+            yield Program(side, [*ours, section], row.repeats if repeats is None else repeats)
+    theirs = row.repeats if row.peers_repeats is None else row.peers_repeats
     for side, section in row.others.items():
         if side in PEERS and python_of(side).exists():
-            file = SCRIPTS / "peers" / PEERS[side].program
-            command = [str(python_of(side)), str(file), section]
-            yield Program(side, command, 0 if row.long else repeats)
+            command = [str(python_of(side)), str(SCRIPTS / "peers" / PEERS[side].program), section]
+            yield Program(side, command, theirs if repeats is None else repeats)
 
 
 def run(program: Program, small: bool) -> dict[str, Any]:
@@ -101,8 +95,8 @@ def run(program: Program, small: bool) -> dict[str, Any]:
 def measure(row: Row, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """All sides of a row, in turn, round after round."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for turn in range(options.rounds or (LONG_ROUNDS if row.long else 3)):
-        for program in programs(row, options.repeats or row.repeats):
+    for turn in range(options.rounds or row.rounds):
+        for program in programs(row, options.repeats):
             child = run(program, options.small)
             found.setdefault(program.side, []).append(child)
             words = f"{child['cpu_s']:.4g} CPU s, load {child['load']:.1f}"
@@ -135,7 +129,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=MEASURED, metavar="ROW",
                         help=f"some of: {', '.join(MEASURED)}")  # fmt: skip
-    parser.add_argument("--rounds", type=int, help="by default 3, of rows that take minutes 5")
+    parser.add_argument("--rounds", type=int, help="by default 3; 5 of rows that take minutes")
     parser.add_argument("--repeats", type=int, help="timed calls in each process, by default 3")
     parser.add_argument("--small", action="store_true", help="tiny sizes; nothing is written")
     parser.add_argument("--print", action="store_true", help="measure nothing")

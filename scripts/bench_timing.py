@@ -20,6 +20,8 @@ class Work(NamedTuple):
     """Figures of the first call's result that another implementation can be held against."""
     tokens: int
     """Tokens a call works through."""
+    stages: Callable[[], dict[str, float]] = dict
+    """CPU seconds of the stages of the last call, where it has some."""
 
 
 def measure(
@@ -64,4 +66,5 @@ def measure(
         "repeats": len(cpu),
         "load": os.getloadavg()[0],
         "check": check,
+        "stages": dict(work.stages()),
     }

@@ -24,9 +24,14 @@ def pooled(children: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "peak_rss_bytes": median(child["peak_rss_bytes"] for child in children),
         "tokens": children[0]["tokens"],
         "load": [min(loads), max(loads)],
-        "check": {k: median(c["check"][k] for c in children) for k in children[0]["check"]},
+        "check": _medians([child["check"] for child in children]),
+        "stages": _medians([child["stages"] for child in children]),
         "versions": children[0].get("versions", {}),
     }
+
+
+def _medians(dicts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: median(figures[name] for figures in dicts) for name in dicts[0]}
 
 
 def sides_of(kept: Mapping[str, Mapping[str, Any]], name: str) -> Sides | None:

@@ -30,7 +30,11 @@ def model(bench: ModuleType) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    "section", ["head_products", "head_entropy_gradient", "policy_step", "critic_step", "sampler"]
+    "section",
+    [
+        *("head_products", "head_entropy_gradient", "policy_step", "critic_step", "sampler"),
+        *("policy_step_products", "sampler_products"),
+    ],
 )
 def test_section_runs_and_reports(bench: ModuleType, section: str) -> None:
     row = bench.measure(section, bench.SMALL, 2)
@@ -38,7 +42,7 @@ def test_section_runs_and_reports(bench: ModuleType, section: str) -> None:
     assert 0 < row["wall_min_s"] <= row["wall_s"]
     assert row["cpu_s"] > 0
     assert row["peak_rss_bytes"] > 2**26
-    assert row["temp_bytes"] > 0 or section == "head_products"  # one block: no temporaries
+    assert row["temp_bytes"] > 0 or section.endswith("products")
     assert all(np.isfinite(x) for x in row["check"].values())
 
 
@@ -67,6 +71,15 @@ def test_a_section_that_fails_is_named(bench: ModuleType, monkeypatch: pytest.Mo
     monkeypatch.setattr(bench.sys, "executable", "false")
     with pytest.raises(SystemExit, match="section gae_small failed with exit status 1"):
         bench.main(["--small", "--only", "gae_small"])
+
+
+def test_one_accelerator_s_script_runs_anywhere(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    importlib.import_module("bench_gpu").main(["--small", "--repeats", "1"])
+    printed = capsys.readouterr().out
+    assert printed.count(" | ") >= 12 and "| policy step |" in printed
+    assert "first update: ratios from 1.0 to 1.0" in printed
 
 
 @pytest.mark.parametrize("arguments", [["--repeats", "0"], ["--only", "nothing"]])

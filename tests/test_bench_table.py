@@ -47,15 +47,16 @@ def bench_page() -> ModuleType:
 def side(cpu_s: float, temp_mib: float = 0.0, rss_mib: float = 300.0, **more: Any) -> dict:
     return {
         "cpu_s": cpu_s, "cpu_all_s": [cpu_s] * 5, "temp_bytes": temp_mib * 2**20,
-        "peak_rss_bytes": rss_mib * 2**20, "load": [1.0, 2.0], "check": {}, "tokens": 10,
-        "versions": {"some": "1.0"}, **more,
+        "peak_rss_bytes": rss_mib * 2**20, "load": [1.0, 2.0], "check": {}, "stages": {},
+        "tokens": 10, "versions": {"some": "1.0"}, **more,
     }  # fmt: skip
 
 
 def child(times: list[float], **more: Any) -> dict:
     return {
         "cpu_all_s": times, "wall_s": 1.0, "setup_s": 2.0, "temp_bytes": 8, "peak_rss_bytes": 16,
-        "tokens": 10, "load": 1.5, "check": {"loss": 0.5}, **more,
+        "tokens": 10, "load": 1.5, "check": {"loss": 0.5}, "stages": {},
+        **more,
     }  # fmt: skip
 
 
@@ -137,10 +138,11 @@ def test_page_names_what_is_left_out(bench_page: ModuleType) -> None:
 
 
 def test_parts_of_an_iteration_and_what_is_left(bench_page: ModuleType) -> None:
-    spent = {"generate_s": 5.0, "update_s": 4.0, "response_tokens": 10.0}
-    line = bench_page.parts_line("it", side(10.0, check=spent))
+    spent = {"generate_s": 5.0, "pack_s": 0.5, "update_s": 4.0}
+    line = bench_page.parts_line("it", side(10.0, stages=spent))
     assert line == (
-        "- it: generate 5, update 4, the rest 1 of 10 CPU s (10.0%); 1.0000 a response token"
+        "- it: generate 5, pack 0.5, update 4 of 10 CPU s, 1.0000 a response token; "
+        "90.0% inside the sampler and the steps"
     )
     assert bench_page.parts_line("it", side(10.0)) is None
 
@@ -154,7 +156,7 @@ def test_rows_ask_for_sections_and_programs_that_exist(rows: ModuleType) -> None
             if other in rows.PEERS:
                 program = SCRIPTS / "peers" / rows.PEERS[other].program
                 assert f'"{section}": ' in program.read_text()
-            elif not row.long:  # of which the page may say that they are missing
+            else:
                 assert section in sections
     assert all((SCRIPTS / "peers" / f"{name}.txt").is_file() for name in rows.PEERS)
 
@@ -168,7 +170,7 @@ def test_absent_environments_are_found_out(
     python.parent.mkdir(parents=True)
     python.touch()
     assert "tunix" not in table.missing()[0] and "trl" in table.missing()[0]
-    planned = [p.side for p in table.programs(rows.ROWS["critic_step"], 3)]
+    planned = [p.side for p in table.programs(rows.ROWS["critic_step"])]
     assert planned[0] == "jaxrl" and planned[-1] == "tunix" and "trl" not in planned
 
 

@@ -111,15 +111,18 @@ def note_calls() -> list[Called]:
     return calls
 
 
-def figures(calls: list[Called], end: float, pad: int) -> dict[str, float]:
-    """CPU seconds of each stage, and the response tokens; scoring the samples is generation."""
-    begins, left = [], iter(calls)
-    for name in STAGES.values():
-        begins.append(next(call for call in left if call.name == name))
-    times = [call.at for call in begins] + [end]
-    spent = {stage: b - a for stage, a, b in zip(STAGES, times, times[1:], strict=False)}
-    prompts, whole = (int((call.tokens != pad).sum()) for call in begins[:2])
-    return spent | {"response_tokens": float(whole - prompts)}
+def seconds(calls: list[Called], end: float) -> dict[str, float]:
+    """CPU seconds of each stage; scoring the samples counts as generation."""
+    left = iter(calls)
+    begins = [next(c.at for c in left if c.name == name) for name in STAGES.values()]
+    ends = [*begins[1:], end]
+    return {stage: b - a for stage, a, b in zip(STAGES, begins, ends, strict=True)}
+
+
+def response_tokens(calls: list[Called], pad: int) -> float:
+    """Tokens that the reference saw and the generation was not given."""
+    seen = {call.name: int((call.tokens != pad).sum()) for call in reversed(calls)}
+    return float(seen["forward"] - seen["batch_generation"])
 
 
 def settings(folder: str, rows: int, longest: int) -> PPOConfig:
@@ -165,11 +168,13 @@ def iteration(folder: str, rows: int) -> Work:
         value_model=critic,
         train_dataset=Dataset.from_dict({"input_ids": batch.prompts}),
     )
-    calls = note_calls()
+    calls, stages = note_calls(), {}
 
-    def call() -> dict[str, float]:
+    def call() -> float:
         calls.clear()
         trainer.train()
-        return figures(calls, time.process_time(), tokenizer.pad_token_id)
+        stages.update(seconds(calls, time.process_time()))
+        return response_tokens(calls, tokenizer.pad_token_id)
 
-    return Work(call, 0, lambda out: out, sum(batch.response_lengths))
+    tokens = sum(batch.response_lengths)
+    return Work(call, 0, lambda out: {"response_tokens": out}, tokens, lambda: stages)
