@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.errors import ConfigError
 from jaxrl.models.attention import METHODS, chosen_method
+from jaxrl.models.block import CACHED, Settings
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.decoder import CACHED, REMAT, Decoder, Settings, extend, layer_of
+from jaxrl.models.decoder import REMAT, Decoder, extend, layer_of
 from jaxrl.models.sight import Sight
 from jaxrl.models.weights import Weight, weight_table
 from jaxrl.sharding import constrain

@@ -11,7 +11,8 @@ import pytest
 from flax import linen as nn
 
 from jaxrl.models import Model, ModelConfig, weight_table
-from jaxrl.models.decoder import Decoder, Settings
+from jaxrl.models.block import Settings
+from jaxrl.models.decoder import Decoder
 from jaxrl.models.layers import Projection
 from jaxrl.models.sight import Sight
 from jaxrl.models.weights import LOGICAL_AXES
