@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxrl.errors import ConfigError
 
-__all__ = ["Plan", "Slot", "plan"]
+__all__ = ["Plan", "Slot", "first_fit_decreasing", "plan"]
 
 _POLICY_BUCKETS_PER_ROW = 8
 
@@ -113,7 +113,7 @@ def plan(
     for update, part in enumerate(np.array_split(np.arange(len(lengths)), updates)):
         units = _units(part.tolist(), prompt_lengths, response_lengths, groups, row_length)
         sizes = [prompt_lengths[unit[0]] + sum(response_lengths[i] for i in unit) for unit in units]
-        bins = _first_fit_decreasing(sizes, row_length)
+        bins = first_fit_decreasing(sizes, row_length)
         for number, content in enumerate(bins):
             place = (update, number // rows, number % rows)
             slots += _row_slots(place, content, units, prompt_lengths, response_lengths)
@@ -182,7 +182,7 @@ def _row_length(longest: int, row_lengths: Sequence[int]) -> int:
     return min(fitting)
 
 
-def _first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[tuple[int, int]]]:
+def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[tuple[int, int]]]:
     """Bins of (item, offset); ties keep their order, so only the sizes matter."""
     bins: list[list[tuple[int, int]]] = []
     filled: list[int] = []

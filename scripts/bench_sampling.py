@@ -22,6 +22,7 @@ from jaxrl.iteration import pack_for, plan_for
 from jaxrl.models import Model, ModelConfig
 from jaxrl.models.sampling import Knobs
 from jaxrl.rollout.engine import request_keys
+from jaxrl.rollout.requests import lay_out_prompts
 from jaxrl.rollout.sampler import Request, sample_batch
 from jaxrl.rollout.trainside import TrainsideEngine
 from jaxrl.sharding import batch_sharding, make_mesh, place, replicated
@@ -63,16 +64,15 @@ def _sampling(model: Model, params: Any, sizes: Sizes) -> Work:
     rows, length = sizes.sampled_rows, sizes.sampled_prompt
     ids, sampling = sampled_prompts(sizes), Sampling(max_new_tokens=sizes.sampled_new)
     engine = TrainsideEngine(model, params, batch_size=rows)
+    packed = lay_out_prompts(ids.tolist(), rows, length, pad=0, pack=True)
     request = Request(
-        tokens=jnp.asarray(ids),
-        lengths=jnp.full(rows, length, jnp.int32),
         keys=request_keys(0, range(rows), [0] * rows),
         limits=jnp.full(rows, sizes.sampled_new, jnp.int32),
         stop_ids=jnp.full(4, -1, jnp.int32),
         knobs=Knobs.of(sampling),
     )
     program = partial(sample_batch, model, samples=1, max_new_tokens=sizes.sampled_new)
-    memory = jax.jit(program).lower(params, request).compile().memory_analysis()
+    memory = jax.jit(program).lower(params, packed, request).compile().memory_analysis()
     prompts = _prompts(ids)
     return Work(
         lambda: engine.generate(prompts, samples=1, sampling=sampling, seed=0),

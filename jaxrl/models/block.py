@@ -126,22 +126,22 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer, shaped as the body of a scan: carry in, carry out."""
+    """One layer, shaped as the body of a scan: stream and its own cache in, both out."""
 
     settings: Settings
 
     @nn.compact
     def __call__(
         self,
-        carry: tuple[Float[Array, "batch query embed"], KeysValues | None],
+        x: Float[Array, "batch query embed"],
+        cache: KeysValues | None,
         window: Int[Array, ""],
         scene: Scene,
-    ) -> tuple[tuple[Float[Array, "batch query embed"], KeysValues | None], None]:
+    ) -> tuple[Float[Array, "batch query embed"], KeysValues | None]:
         """Attention and MLP, each normalised on the way in and added to the residual stream."""
-        x, cache = carry
         eps = self.settings.config.rms_norm_eps
         attend = Attention(self.settings, name="attention")
         update, cache = attend(RMSNorm(eps, name="attention_norm")(x), scene, window, cache)
         x = x + update
         x = x + MLP(self.settings, name="mlp")(RMSNorm(eps, name="mlp_norm")(x))
-        return (constrain(self.settings.mesh, x, STREAM), cache), None
+        return constrain(self.settings.mesh, x, STREAM), cache

@@ -42,8 +42,9 @@ class Decoder(nn.Module):
         tokens: Int[Array, "batch query"],
         positions: Int[Array, "batch query"],
         sight: Sight,
-    ) -> Float[Array, "batch query embed"]:
-        """Run the stack."""
+        caches: KeysValues | None = None,
+    ) -> tuple[Float[Array, "batch query embed"], KeysValues | None]:
+        """Run the stack; caches have a leading layer axis, and come back with what was written."""
         config = self.settings.config
         settings = _settled(self.settings, sight)
         x = constrain(settings.mesh, _Embed(settings, name="embed")(tokens), STREAM)
@@ -52,12 +53,12 @@ class Decoder(nn.Module):
             _rematerialised(self.remat),
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, nn.broadcast),  # type: ignore[arg-type]
+            in_axes=(0, 0, nn.broadcast),  # type: ignore[arg-type]
             length=count,
         )(settings, name="layers")
         windows = jnp.asarray(config.windows or (0,) * count, jnp.int32)
-        (x, _), _ = stack((x, None), windows, _scene(settings, positions, sight))
-        return RMSNorm(config.rms_norm_eps, name="norm")(x)
+        x, caches = stack(x, caches, windows, _scene(settings, positions, sight))
+        return RMSNorm(config.rms_norm_eps, name="norm")(x), caches
 
 
 def extend(
@@ -80,9 +81,9 @@ def extend(
     for layer, cache in enumerate(caches):
         weights = {"params": layer_of(params["layers"], layer)}
         window = jnp.int32(config.windows[layer] if config.windows else 0)
-        output: Any = block.apply(weights, (x, cache), window, scene)
-        (x, cache), _ = output
-        after.append(cache)
+        output: Any = block.apply(weights, x, cache, window, scene)
+        x = output[0]
+        after.append(output[1])
     norm: Any = RMSNorm(config.rms_norm_eps).apply({"params": params["norm"]}, x)
     return norm, after
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.errors import ConfigError
 from jaxrl.models.attention import METHODS, chosen_method
-from jaxrl.models.block import CACHED, Settings
+from jaxrl.models.block import CACHED, KeysValues, Settings
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import REMAT, Decoder, extend, layer_of
 from jaxrl.models.sight import Sight
@@ -102,8 +102,30 @@ class Model:
         placed = positions if self.config.windows else None
         sight = Sight(segment_ids, segment_ids, branch_ids, branch_ids, placed, placed)
         decoder = Decoder(self._settings, self.remat)
-        hidden: Any = decoder.apply({"params": _trunk(params)}, tokens, positions, sight)
-        return hidden
+        output: Any = decoder.apply({"params": _trunk(params)}, tokens, positions, sight)
+        return output[0]
+
+    def prefill(
+        self,
+        params: Params,
+        tokens: Int[Array, "batch time"],
+        positions: Int[Array, "batch time"],
+        segment_ids: Int[Array, "batch time"],
+    ) -> tuple[Float[Array, "batch time embed"], KeysValues]:
+        """`hidden`, and what a cache is filled with.
+
+        That is the keys (rotated) and values of all layers in the compute dtype, each [layers,
+        batch, kv_heads, time, head_dim].
+        """
+        config = self.config
+        placed = positions if config.windows else None
+        sight = Sight(segment_ids, segment_ids, None, None, placed, placed)
+        sizes = (len(tokens), config.num_key_value_heads, tokens.shape[1], config.head_dim)
+        empty = jnp.zeros((config.num_hidden_layers, *sizes), self.dtype)
+        decoder = Decoder(self._settings, "none")
+        variables = {"params": _trunk(params)}
+        output: Any = decoder.apply(variables, tokens, positions, sight, (empty, empty))
+        return output
 
     def attention_for(self, length: int, *, branches: bool) -> str:
         """How attention of rows of that length is computed here, with shared prompts or without."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxrl.models.sampling import Knobs
 from jaxrl.planner.run_shapes import RunShapes
 from jaxrl.rollout.batches import Batch, plan_batches
-from jaxrl.rollout.sampler import Request, sample_batch
+from jaxrl.rollout.sampler import Prompts, Request, sample_batch
 from jaxrl.sharding import replicated, row_multiple
 from jaxrl.types import Sampling
 
@@ -33,7 +33,7 @@ def largest_batch(shapes: RunShapes) -> Batch:
 def abstract_sampler(shapes: RunShapes) -> tuple[Any, tuple[Any, ...]]:
     """The sampler as the engine jits it, and its arguments; allocates nothing."""
     config, mesh, batch = shapes.config, shapes.mesh, largest_batch(shapes)
-    rollout, rows = config.rollout, batch.prompts * batch.samples
+    rollout, count = config.rollout, batch.prompts * batch.samples
     stops = 4 * -(-max(len(rollout.stop_token_ids or ()), 1) // 4)
     sampling = Sampling(
         max_new_tokens=rollout.max_new_tokens,
@@ -43,12 +43,12 @@ def abstract_sampler(shapes: RunShapes) -> tuple[Any, tuple[Any, ...]]:
         min_p=rollout.min_p,
     )
 
-    def request() -> Request:
-        return Request(
-            tokens=jnp.zeros((batch.prompts, batch.columns), jnp.int32),
-            lengths=jnp.zeros(batch.prompts, jnp.int32),
-            keys=jax.random.split(jax.random.key(0), rows),
-            limits=jnp.zeros(rows, jnp.int32),
+    def request() -> tuple[Prompts, Request]:
+        rows = jnp.zeros((batch.prompts, batch.columns), jnp.int32)
+        each = jnp.zeros(batch.prompts, jnp.int32)
+        return Prompts(rows, rows, each, each), Request(
+            keys=jax.random.split(jax.random.key(0), count),
+            limits=jnp.zeros(count, jnp.int32),
             stop_ids=jnp.zeros(stops, jnp.int32),
             knobs=Knobs.of(sampling),
         )
@@ -64,4 +64,4 @@ def abstract_sampler(shapes: RunShapes) -> tuple[Any, tuple[Any, ...]]:
         max_new_tokens=rollout.max_new_tokens,
         gather=rollout.gather_weights,
     )
-    return jax.jit(sample, out_shardings=whole), (shapes.state.policy_params, shaped)
+    return jax.jit(sample, out_shardings=whole), (shapes.state.policy_params, *shaped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxrl.errors import RolloutError
 from jaxrl.models import Model
-from jaxrl.models.sampling import Knobs
 from jaxrl.rollout.batches import Batch, plan_batches
-from jaxrl.rollout.engine import OnDone, check_request, request_keys
-from jaxrl.rollout.sampler import Request, Response, sample_batch
+from jaxrl.rollout.engine import OnDone, check_request
+from jaxrl.rollout.requests import make_request
+from jaxrl.rollout.sampler import Prompts, Request, Response, decode, prefill
 from jaxrl.sharding import place, replicated, row_multiple
 from jaxrl.types import Prompt, Sampling, Trajectory
 
@@ -142,15 +142,16 @@ class TrainsideEngine:
         stats = RolloutStats()
         lengths = [len(p.ids) for p in prompts]
         for batch in plan_batches(lengths, samples, self._batch_size, self._multiple):
-            request = self._request(batch, prompts, limits, sampling, seed)
-            program = self._program(params, request, batch.samples, sampling.max_new_tokens)
-            response = jax.device_get(program(params, request))
+            packed, request = make_request(
+                batch, prompts, limits, sampling, seed=seed, pad=self._pad, pack=self._multiple == 1
+            )
+            response = self._sample(params, packed, request, batch.samples, sampling.max_new_tokens)
             answers = _read(batch, prompts, response, samples, version)
             for index, trajectory in answers:
                 found[index] = trajectory
             if on_done:
                 on_done([trajectory for _, trajectory in answers])
-            stats = _count(stats, batch, prompts, response)
+            stats = _count(stats, batch, prompts, packed.tokens.size, response)
         self.stats = stats
         finished = [trajectory for trajectory in found if trajectory is not None]
         assert len(finished) == len(found), "every unit of the plan is read exactly once"
@@ -167,66 +168,34 @@ class TrainsideEngine:
             )
         return params, version
 
-    def _request(
-        self,
-        batch: Batch,
-        prompts: Sequence[Prompt],
-        limits: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-    ) -> Request:
-        """Lay out a batch; what it lacks is filled with dummy rows that repeat the first prompt."""
-        tokens = np.full((batch.prompts, batch.columns), self._pad, np.int32)
-        lengths = np.zeros(batch.prompts, np.int32)
-        rows = np.zeros((batch.prompts, batch.samples), np.int64)
-        numbers, epochs = np.zeros_like(rows), np.zeros_like(rows)
-        most = np.zeros((batch.prompts, batch.samples), np.int32)
-        for i in range(batch.prompts):
-            unit = batch.units[i if i < len(batch.units) else 0]
-            prompt = prompts[unit.prompt]
-            lengths[i] = len(prompt.ids)
-            tokens[i, batch.columns - len(prompt.ids) :] = prompt.ids
-            rows[i], epochs[i] = prompt.row, prompt.epoch
-            numbers[i] = prompt.first_sample + unit.first + np.arange(batch.samples)
-            most[i, : unit.count] = limits[unit.prompt] if i < len(batch.units) else 0
-        request = Request(
-            tokens=jnp.asarray(tokens),
-            lengths=jnp.asarray(lengths),
-            keys=request_keys(seed, rows.ravel(), numbers.ravel(), epochs.ravel()),
-            limits=jnp.asarray(most.ravel()),
-            stop_ids=_stop_array(sampling.stop_token_ids),
-            knobs=Knobs.of(sampling),
-        )
-        mesh = self._model.mesh
-        return request if mesh is None else place(request, replicated(mesh))
+    def _sample(
+        self, params: Any, prompts: Prompts, request: Request, samples: int, max_new_tokens: int
+    ) -> Response:
+        """Prefill and decode: two programs, since how the prompts lie matters to the first only."""
+        model, mesh = self._model, self._model.mesh
+        if mesh is not None:
+            prompts, request = place((prompts, request), replicated(mesh))
+        read = self._program("prefill", partial(prefill, model), (params, prompts))
+        prefilled = read(params, prompts)
+        static = {"samples": samples, "max_new_tokens": max_new_tokens, "gather": self._gather}
+        given = (params, prefilled, request)
+        write = self._program("decode", partial(decode, model, **static), given, **static)
+        return jax.device_get(write(*given))
 
     def _program(
-        self, params: Any, request: Request, samples: int, max_new_tokens: int
+        self, name: str, function: Callable[..., Any], given: tuple[Any, ...], **static: Any
     ) -> jax.stages.Compiled:
-        """The compiled sampler for these shapes; compiled ahead of time, to count compilations."""
-        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(request))
-        placement = tuple(x.sharding for x in jax.tree.leaves(params))
-        key = (samples, max_new_tokens, jax.tree.structure(request), shapes, placement)
+        """The program for these arguments; compiled ahead of time, to count compilations."""
+        arrays = jax.tree.leaves(given)
+        shapes = tuple((x.shape, x.dtype, x.sharding) for x in arrays)
+        key = (name, jax.tree.structure(given), shapes, *static.values())
         if key not in self._programs:
-            sample = partial(
-                sample_batch,
-                self._model,
-                samples=samples,
-                max_new_tokens=max_new_tokens,
-                gather=self._gather,
-            )
             mesh = self._model.mesh
             # Every process reads all completions, so all of them go to each.
-            out = None if mesh is None else replicated(mesh)
-            compiled = jax.jit(sample, out_shardings=out).lower(params, request).compile()
+            whole = None if mesh is None or name == "prefill" else replicated(mesh)
+            compiled = jax.jit(function, out_shardings=whole).lower(*given).compile()
             self._programs[key] = compiled
         return self._programs[key]
-
-
-def _stop_array(stop_token_ids: Sequence[int]) -> jax.Array:
-    """The stop ids, filled with -1 to a multiple of four: how many there are compiles nothing."""
-    size = -(-max(len(stop_token_ids), 1) // 4) * 4
-    return jnp.asarray([*stop_token_ids, *[-1] * (size - len(stop_token_ids))], jnp.int32)
 
 
 def _tree_faults(expected: Any, given: Any) -> list[str]:
@@ -278,16 +247,14 @@ def _read(
 
 
 def _count(
-    stats: RolloutStats, batch: Batch, prompts: Sequence[Prompt], response: Response
+    stats: RolloutStats, batch: Batch, prompts: Sequence[Prompt], read: int, response: Response
 ) -> RolloutStats:
-    steps = int(response.steps)
     lengths = np.asarray(response.lengths).reshape(batch.prompts, batch.samples)
     return RolloutStats(
         batches=stats.batches + 1,
-        steps=stats.steps + steps,
+        steps=stats.steps + int(response.steps),
         prompt_tokens=stats.prompt_tokens + sum(len(prompts[u.prompt].ids) for u in batch.units),
         response_tokens=stats.response_tokens
         + sum(int(lengths[i, : unit.count].sum()) for i, unit in enumerate(batch.units)),
-        computed_tokens=stats.computed_tokens
-        + batch.prompts * (batch.columns + steps * batch.samples),
+        computed_tokens=stats.computed_tokens + read + int(response.drawn),
     )
