@@ -23,7 +23,7 @@ from jaxrl.models.rope import rope_tables
 from jaxrl.models.sight import ATTENDED, Sight
 from jaxrl.sharding import constrain
 
-__all__ = ["REMAT", "Decoder", "extend", "layer_of"]
+__all__ = ["REMAT", "Decoder", "extend"]
 
 REMAT = ("none", "dots", "attention", "full")
 """What a layer keeps for its backward pass: everything; matrix products; its input and what
@@ -71,28 +71,20 @@ def extend(
 ) -> tuple[Float[Array, "batch query embed"], list[KeysValues]]:
     """`Decoder` with a cache a layer; keys and values go to its columns from `sight.first` on.
 
-    params: a decoder's, the layers stacked or one by one in a list.
+    params: a decoder's, "layers" a list of one layer each.
     """
     config = settings.config
     settings = _settled(settings, sight)
     x = _Embed(settings).apply({"params": params["embed"]}, tokens)
     x = constrain(settings.mesh, x, STREAM)  # type: ignore[arg-type]
     scene, block, after = _scene(settings, positions, sight), Block(settings), []
-    for layer, cache in enumerate(caches):
-        weights = {"params": layer_of(params["layers"], layer)}
-        window = jnp.int32(config.windows[layer] if config.windows else 0)
-        output: Any = block.apply(weights, x, cache, window, scene)
+    windows = config.windows or (0,) * len(caches)
+    for weights, window, cache in zip(params["layers"], windows, caches, strict=True):
+        output: Any = block.apply({"params": weights}, x, cache, jnp.int32(window), scene)
         x = output[0]
         after.append(output[1])
     norm: Any = RMSNorm(config.rms_norm_eps).apply({"params": params["norm"]}, x)
     return norm, after
-
-
-def layer_of(layers: Any, index: int) -> Any:
-    """Weights of one layer, out of a stack or a list."""
-    if isinstance(layers, list):
-        return layers[index]
-    return jax.tree.map(lambda stacked: stacked[index], layers)
 
 
 def _settled(settings: Settings, sight: Sight) -> Settings:

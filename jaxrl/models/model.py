@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
@@ -16,7 +17,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.models.attention import METHODS, chosen_method
 from jaxrl.models.block import CACHED, KeysValues, Settings
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.decoder import REMAT, Decoder, extend, layer_of
+from jaxrl.models.decoder import REMAT, Decoder, extend
 from jaxrl.models.sight import Sight
 from jaxrl.models.weights import Weight, weight_table
 from jaxrl.sharding import constrain
@@ -75,14 +76,11 @@ class Model:
 
     def init(self, key: jax.Array) -> dict[str, Any]:
         """Random float32 parameters: normal(0, initializer_range), norms 1, biases 0."""
-        params: dict[str, Any] = {}
         table = weight_table(self.config)
-        for weight, weight_key in zip(table, jax.random.split(key, len(table)), strict=True):
-            node = params
-            for name in weight.path[:-1]:
-                node = node.setdefault(name, {})
-            node[weight.path[-1]] = self._start(weight, weight_key)
-        return params
+        keys = jax.random.split(key, len(table))
+        return unflatten_dict(
+            {weight.path: self._start(weight, key) for weight, key in zip(table, keys, strict=True)}
+        )
 
     def hidden(
         self,
@@ -152,23 +150,28 @@ class Model:
         """Parameters as a decoding loop wants them: cast, a list of layers, and "unembed".
 
         That is the head as [vocab, embed]. So no step of the loop casts, turns, or cuts a layer out
-        of a stack. With `gather` each
-        device gets all that it multiplies with (its tensor part, whole over fsdp), and no step of
-        the loop has to fetch it.
+        of a stack. With `gather` each device gets all that it multiplies with (its tensor part,
+        whole over fsdp), and no step of the loop has to fetch it. Run op by op, what is already as
+        it should be is not copied.
         """
-        cast: dict[str, Any] = {}
-        for weight in weight_table(self.config):
-            leaf, node = params, cast
-            for name in weight.path[:-1]:
-                leaf, node = leaf[name], node.setdefault(name, {})
-            array = leaf[weight.path[-1]].astype(self.dtype)
-            if gather and self.mesh is not None and self.mesh.size > 1:
-                array = lax.optimization_barrier(array)  # cast, then sent: half of it travels
-                array = constrain(self.mesh, array, [axis or "features" for axis in weight.axes])
-            node[weight.path[-1]] = array
-        count = self.config.num_hidden_layers
-        layers = [layer_of(cast["layers"], i) for i in range(count)]
-        return cast | {"layers": layers, "unembed": self.head(cast).T}
+
+        def ready(array: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+            array = array.astype(self.dtype)
+            if not gather or self.mesh is None or self.mesh.size == 1:
+                return array
+            array = lax.optimization_barrier(array)  # cast, then sent: half of it travels
+            return constrain(self.mesh, array, [axis or "features" for axis in axes])
+
+        table = weight_table(self.config)
+        arrays: dict[Any, Any] = dict(flatten_dict(params))
+        weights = {w.path: ready(arrays[w.path], w.axes) for w in table if not w.stacked}
+        layers = [
+            {w.path[1:]: ready(arrays[w.path][i], w.axes[1:]) for w in table if w.stacked}
+            for i in range(self.config.num_hidden_layers)
+        ]
+        tree: dict[str, Any] = unflatten_dict(weights)
+        unembed = self.head(tree).T if "head" in tree else tree["embed"]["weight"]
+        return tree | {"layers": [*map(unflatten_dict, layers)], "unembed": unembed}
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache of `length` columns, in the compute dtype."""

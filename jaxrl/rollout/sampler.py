@@ -1,8 +1,7 @@
-"""The compiled sampler: the prompts at once, then token by token until every row has ended.
+"""The sampler as pure functions: the prompts at once, then token by token with a KV cache.
 
-Pure: weights, prompts, keys and settings in; ids, log-probabilities and lengths out. Prompts lie
-packed in rows, so that what is computed for a batch is about what its prompts hold; and where most
-rows have ended, the others go on in a smaller batch.
+`sample_batch` has all of it in the order of time. The engine compiles the parts (`stages`), so that
+rows can be taken out, and room be added, between one `draw_on` and the next.
 """
 
 from __future__ import annotations
@@ -16,14 +15,21 @@ import jax.numpy as jnp
 from jaxrl.models import Cache, Model
 from jaxrl.models.block import CACHED
 from jaxrl.models.sampling import Knobs, draw
-from jaxrl.sharding import constrain, row_multiple
+from jaxrl.sharding import constrain
 
-__all__ = ["Prefilled", "Prompts", "Request", "Response", "decode", "prefill", "sample_batch"]
-
-SHRINK = 4
-"""Decoding goes on in a batch so many times smaller once the rows left fit into it."""
-FEWEST = 16
-"""Rows from which on that is done."""
+__all__ = [
+    "Prefilled",
+    "Prompts",
+    "Request",
+    "Response",
+    "State",
+    "begin",
+    "draw_on",
+    "going",
+    "prefill",
+    "regroup",
+    "sample_batch",
+]
 
 
 class Prompts(NamedTuple):
@@ -65,34 +71,30 @@ class Prefilled(NamedTuple):
 
 
 class Response(NamedTuple):
-    """What the sampler returns; columns beyond a row's length hold nothing of meaning."""
+    """What has been drawn; columns beyond a row's length hold nothing of meaning."""
 
     ids: jax.Array
-    """int32 [rows, max_new_tokens]."""
+    """int32 [rows, room]."""
     logprobs: jax.Array
-    """float32 [rows, max_new_tokens], nats: what each token was drawn with."""
+    """float32 [rows, room], nats: what each token was drawn with."""
     lengths: jax.Array
     """int32 [rows]; the stop token counts."""
     stopped: jax.Array
     """bool [rows]; whether a stop token ended the response, rather than its limit."""
     steps: jax.Array
-    """int32 scalar: tokens drawn a row, before every row had ended."""
-    drawn: jax.Array
-    """int32 scalar: tokens drawn in all, those of ended rows included."""
+    """int32 scalar: tokens drawn a row, those of ended rows included."""
 
 
-class _Rows(NamedTuple):
-    """What a row keeps to the end."""
+class State(NamedTuple):
+    """Rows that are being drawn."""
 
+    response: Response
     keys: jax.Array
     limits: jax.Array
     starts: jax.Array
-    """Tokens of its prompt."""
-
-
-class _State(NamedTuple):
-    response: Response
+    """int32 [rows]: tokens of the prompt."""
     tokens: jax.Array
+    """int32 [rows]: drawn last."""
     cache: Cache
 
 
@@ -111,8 +113,10 @@ def sample_batch(
     On a mesh every device decodes its own rows; see `Model.for_sampling` for `gather`.
     """
     prefilled = prefill(model, params, prompts)
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "gather": gather}
-    return decode(model, params, prefilled, request, samples=samples, **settings)
+    weights = model.for_sampling(params, gather=gather)
+    model = dataclasses.replace(model, gathered=gather)
+    state = begin(model, weights, prefilled, request, samples=samples, room=max_new_tokens)
+    return draw_on(model, weights, state, request, few=0).response
 
 
 def prefill(model: Model, params: Any, prompts: Prompts) -> Prefilled:
@@ -137,102 +141,104 @@ def prefill(model: Model, params: Any, prompts: Prompts) -> Prefilled:
     return Prefilled(hidden, unpacked(k), unpacked(v), prompts.lengths)
 
 
-def decode(
+def begin(
     model: Model,
-    params: Any,
+    weights: Any,
     prefilled: Prefilled,
     request: Request,
     *,
     samples: int,
-    max_new_tokens: int,
-    gather: bool = True,
-) -> Response:
-    """Draw token after token, behind every prompt as often as it has samples."""
-    params = model.for_sampling(params, gather=gather)
-    model = dataclasses.replace(model, gathered=gather)
-    count = len(request.keys)
-    empty = Response(
-        ids=jnp.zeros((count, max_new_tokens), jnp.int32),
-        logprobs=jnp.zeros((count, max_new_tokens), jnp.float32),
+    room: int,
+) -> State:
+    """`samples` rows for each prompt, with their first token, and room for so many in all.
+
+    weights: from `Model.for_sampling`, here and in `draw_on`.
+    """
+    count, columns = len(request.keys), prefilled.k.shape[3]
+    response = Response(
+        ids=jnp.zeros((count, room), jnp.int32),
+        logprobs=jnp.zeros((count, room), jnp.float32),
         lengths=jnp.zeros(count, jnp.int32),
         stopped=jnp.zeros(count, bool),
         steps=jnp.int32(0),
-        drawn=jnp.int32(0),
     )
-    # The last token drawn is never fed back, so it needs no column.
-    cache = _cache(model, prefilled, samples, max_new_tokens - 1)
-    limits = jnp.minimum(request.limits, max_new_tokens)
-    rows = _Rows(request.keys, limits, jnp.repeat(prefilled.lengths, samples))
-    hidden = jnp.repeat(prefilled.hidden, samples, axis=0)
-    state = _State(empty, jnp.zeros(count, jnp.int32), cache)
-    state = _draw(model, params, request, rows, state, hidden)
-    return _finish(model, params, request, rows, state)
+    positions = jnp.arange(columns)[None] - (columns - prefilled.lengths)[:, None]
+    cache = Cache(
+        k=[constrain(model.mesh, jnp.repeat(k, samples, axis=0), CACHED) for k in prefilled.k],
+        v=[constrain(model.mesh, jnp.repeat(v, samples, axis=0), CACHED) for v in prefilled.v],
+        positions=jnp.repeat(jnp.maximum(positions, -1).astype(jnp.int32), samples, axis=0),
+        index=jnp.int32(columns),
+    )
+    state = State(
+        response=response,
+        keys=request.keys,
+        limits=request.limits,
+        starts=jnp.repeat(prefilled.lengths, samples),
+        tokens=jnp.zeros(count, jnp.int32),
+        cache=_widened(cache, room - 1),
+    )
+    return _draw(model, weights, state, request, jnp.repeat(prefilled.hidden, samples, axis=0))
 
 
-def _finish(model: Model, params: Any, request: Request, rows: _Rows, state: _State) -> Response:
-    """The response of these rows, once all have ended."""
-    count = len(rows.limits)
-    divided = model.mesh is not None and row_multiple(model.mesh) > 1
-    few = 0 if divided or count < FEWEST else count // SHRINK
+def draw_on(model: Model, weights: Any, state: State, request: Request, *, few: int) -> State:
+    """Token after token, until at most `few` rows go on, or there is no room.
 
-    def advance(state: _State) -> _State:
-        positions = (rows.starts + state.response.steps - 1)[:, None]
-        hidden, cache = model.extend(params, state.tokens[:, None], positions, state.cache)
-        return _draw(model, params, request, rows, state._replace(cache=cache), hidden[:, 0])
+    Of `request` only stop ids and knobs are read.
+    """
 
-    state = jax.lax.while_loop(lambda s: jnp.sum(_going(rows, s.response)) > few, advance, state)
-    if not few:
-        return state.response
-    left = jnp.argsort(~_going(rows, state.response), stable=True)[:few]
-    rows, fewer = jax.tree.map(lambda x: x[left] if x.ndim else x, (rows, state))
-    rest = _finish(model, params, request, rows, fewer)
-    return jax.tree.map(lambda all_, x: all_.at[left].set(x) if x.ndim else x, state.response, rest)
+    def unfinished(state: State) -> jax.Array:
+        steps, room = state.response.steps, state.response.ids.shape[1]
+        return (jnp.sum(going(state)) > few) & (steps < room)
+
+    def advance(state: State) -> State:
+        positions = (state.starts + state.response.steps - 1)[:, None]
+        hidden, cache = model.extend(weights, state.tokens[:, None], positions, state.cache)
+        return _draw(model, weights, state._replace(cache=cache), request, hidden[:, 0])
+
+    return jax.lax.while_loop(unfinished, advance, state)
 
 
-def _going(rows: _Rows, past: Response) -> jax.Array:
-    """Rows that get another token."""
-    return ~past.stopped & (past.steps < rows.limits)
+def going(state: State) -> jax.Array:
+    """Rows that get another token, bool [rows]."""
+    return ~state.response.stopped & (state.response.steps < state.limits)
 
 
-def _draw(
-    model: Model, params: Any, request: Request, rows: _Rows, state: _State, hidden: jax.Array
-) -> _State:
+def regroup(state: State, left: jax.Array, *, room: int) -> State:
+    """The rows `left` alone, with room for so many tokens."""
+    state = jax.tree.map(lambda x: x[left] if x.ndim else x, state)
+    more = room - state.response.ids.shape[1]
+    response = state.response._replace(
+        ids=jnp.pad(state.response.ids, ((0, 0), (0, more))),
+        logprobs=jnp.pad(state.response.logprobs, ((0, 0), (0, more))),
+    )
+    return state._replace(response=response, cache=_widened(state.cache, more))
+
+
+def _widened(cache: Cache, columns: int) -> Cache:
+    """With so many more columns, empty."""
+
+    def wider(array: jax.Array, axis: int, fill: int) -> jax.Array:
+        widths = [(0, columns if i == axis else 0) for i in range(array.ndim)]
+        return jnp.pad(array, widths, constant_values=fill)
+
+    k, v = ([wider(array, 2, 0) for array in arrays] for arrays in (cache.k, cache.v))
+    return dataclasses.replace(cache, k=k, v=v, positions=wider(cache.positions, 1, -1))
+
+
+def _draw(model: Model, weights: Any, state: State, request: Request, hidden: jax.Array) -> State:
     """Draw the next token of every row from the hidden states that predict it."""
     past = state.response
-    logits = model.logits(params, hidden)
+    logits = model.logits(weights, hidden)
     logits = constrain(model.mesh, logits, ("batch", "tokens"))  # filters look at whole rows
-    keys = jax.vmap(jax.random.fold_in, (0, None))(rows.keys, past.steps)
+    keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys, past.steps)
     tokens, logprobs = draw(keys, logits, request.knobs)
-    going = _going(rows, past)
+    on = going(state)
     ends = jnp.any(tokens[:, None] == request.stop_ids[None], axis=-1)
     response = Response(
         ids=jax.lax.dynamic_update_slice(past.ids, tokens[:, None], (0, past.steps)),
         logprobs=jax.lax.dynamic_update_slice(past.logprobs, logprobs[:, None], (0, past.steps)),
-        lengths=past.lengths + going,
-        stopped=past.stopped | (going & ends),
+        lengths=past.lengths + on,
+        stopped=past.stopped | (on & ends),
         steps=past.steps + 1,
-        drawn=past.drawn + len(tokens),
     )
-    return _State(response, tokens, state.cache)
-
-
-def _cache(model: Model, prefilled: Prefilled, samples: int, room: int) -> Cache:
-    """The prompts' keys and values for each of their samples, and `room` empty columns."""
-    columns = prefilled.k.shape[3]
-    positions = jnp.arange(columns)[None] - (columns - prefilled.lengths)[:, None]
-    positions = jnp.maximum(positions, -1).astype(jnp.int32)
-
-    def spread(array: jax.Array, axis: int, fill: int) -> jax.Array:
-        array = jnp.repeat(array, samples, axis=0) if samples > 1 else array
-        widths = [(0, room if i == axis else 0) for i in range(array.ndim)]
-        return jnp.pad(array, widths, constant_values=fill)
-
-    def layers(stacked: jax.Array) -> list[jax.Array]:
-        return [constrain(model.mesh, spread(x, 2, 0), CACHED) for x in stacked]
-
-    return Cache(
-        k=layers(prefilled.k),
-        v=layers(prefilled.v),
-        positions=spread(positions, 1, -1),
-        index=jnp.int32(columns),
-    )
+    return state._replace(response=response, tokens=tokens)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,8 +15,9 @@ from jaxrl.models import Model
 from jaxrl.rollout.batches import Batch, plan_batches
 from jaxrl.rollout.engine import OnDone, check_request
 from jaxrl.rollout.requests import make_request
-from jaxrl.rollout.sampler import Prompts, Request, Response, decode, prefill
-from jaxrl.sharding import place, replicated, row_multiple
+from jaxrl.rollout.sampler import Response
+from jaxrl.rollout.stages import Stages
+from jaxrl.sharding import row_multiple
 from jaxrl.types import Prompt, Sampling, Trajectory
 
 __all__ = ["RolloutStats", "TrainsideEngine"]
@@ -73,12 +73,11 @@ class TrainsideEngine:
             )
         self._model = model
         self._batch_size = batch_size
-        self._gather = gather_weights
         self._multiple = 1 if model.mesh is None else row_multiple(model.mesh)
         self._pad = pad_token_id
         self._expected = jax.eval_shape(model.init, jax.random.key(0))
         self._weights: tuple[Any, int] | None = None
-        self._programs: dict[Hashable, jax.stages.Compiled] = {}
+        self._stages = Stages(model, gather=gather_weights)
         self.stats = RolloutStats()
         """Of the last `generate`."""
         if params is not None:
@@ -87,7 +86,7 @@ class TrainsideEngine:
     @property
     def compilations(self) -> int:
         """Programs compiled so far: one for each shape and set of filters."""
-        return len(self._programs)
+        return len(self._stages.programs)
 
     @property
     def concurrent(self) -> bool:
@@ -111,7 +110,7 @@ class TrainsideEngine:
     def close(self) -> None:
         """Let go of weights and programs."""
         self._weights = None
-        self._programs.clear()
+        self._stages.programs.clear()
 
     def rest(self) -> None:
         """Nothing to do: the weights are the trainer's."""
@@ -138,6 +137,7 @@ class TrainsideEngine:
         check_request(prompts, samples=samples, sampling=sampling, vocab_size=vocab, limits=limits)
         limits = limits or [sampling.max_new_tokens] * len(prompts)
         params, version = self._current_weights()
+        weights = self._stages.weights(params)
         found: list[Trajectory | None] = [None] * (len(prompts) * samples)
         stats = RolloutStats()
         lengths = [len(p.ids) for p in prompts]
@@ -145,13 +145,20 @@ class TrainsideEngine:
             packed, request = make_request(
                 batch, prompts, limits, sampling, seed=seed, pad=self._pad, pack=self._multiple == 1
             )
-            response = self._sample(params, packed, request, batch.samples, sampling.max_new_tokens)
+            response, drawn = self._stages.sample(
+                params,
+                weights,
+                packed,
+                request,
+                samples=batch.samples,
+                max_new_tokens=sampling.max_new_tokens,
+            )
             answers = _read(batch, prompts, response, samples, version)
             for index, trajectory in answers:
                 found[index] = trajectory
             if on_done:
                 on_done([trajectory for _, trajectory in answers])
-            stats = _count(stats, batch, prompts, packed.tokens.size, response)
+            stats = _count(stats, batch, prompts, packed.tokens.size + drawn, response)
         self.stats = stats
         finished = [trajectory for trajectory in found if trajectory is not None]
         assert len(finished) == len(found), "every unit of the plan is read exactly once"
@@ -167,35 +174,6 @@ class TrainsideEngine:
                 " publish the new ones before asking for completions"
             )
         return params, version
-
-    def _sample(
-        self, params: Any, prompts: Prompts, request: Request, samples: int, max_new_tokens: int
-    ) -> Response:
-        """Prefill and decode: two programs, since how the prompts lie matters to the first only."""
-        model, mesh = self._model, self._model.mesh
-        if mesh is not None:
-            prompts, request = place((prompts, request), replicated(mesh))
-        read = self._program("prefill", partial(prefill, model), (params, prompts))
-        prefilled = read(params, prompts)
-        static = {"samples": samples, "max_new_tokens": max_new_tokens, "gather": self._gather}
-        given = (params, prefilled, request)
-        write = self._program("decode", partial(decode, model, **static), given, **static)
-        return jax.device_get(write(*given))
-
-    def _program(
-        self, name: str, function: Callable[..., Any], given: tuple[Any, ...], **static: Any
-    ) -> jax.stages.Compiled:
-        """The program for these arguments; compiled ahead of time, to count compilations."""
-        arrays = jax.tree.leaves(given)
-        shapes = tuple((x.shape, x.dtype, x.sharding) for x in arrays)
-        key = (name, jax.tree.structure(given), shapes, *static.values())
-        if key not in self._programs:
-            mesh = self._model.mesh
-            # Every process reads all completions, so all of them go to each.
-            whole = None if mesh is None or name == "prefill" else replicated(mesh)
-            compiled = jax.jit(function, out_shardings=whole).lower(*given).compile()
-            self._programs[key] = compiled
-        return self._programs[key]
 
 
 def _tree_faults(expected: Any, given: Any) -> list[str]:
@@ -247,7 +225,7 @@ def _read(
 
 
 def _count(
-    stats: RolloutStats, batch: Batch, prompts: Sequence[Prompt], read: int, response: Response
+    stats: RolloutStats, batch: Batch, prompts: Sequence[Prompt], computed: int, response: Response
 ) -> RolloutStats:
     lengths = np.asarray(response.lengths).reshape(batch.prompts, batch.samples)
     return RolloutStats(
@@ -256,5 +234,5 @@ def _count(
         prompt_tokens=stats.prompt_tokens + sum(len(prompts[u.prompt].ids) for u in batch.units),
         response_tokens=stats.response_tokens
         + sum(int(lengths[i, : unit.count].sum()) for i, unit in enumerate(batch.units)),
-        computed_tokens=stats.computed_tokens + read + int(response.drawn),
+        computed_tokens=stats.computed_tokens + computed,
     )

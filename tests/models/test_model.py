@@ -32,7 +32,11 @@ rng = np.random.default_rng(0)
 
 # One compilation a model and shape: run op by op, each call would compile its layer scan again.
 hidden_states = jax.jit(Model.hidden, static_argnums=0)
-extend = jax.jit(Model.extend, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def extend(model: Model, params: Any, *given: Any) -> Any:
+    return model.extend(model.for_sampling(params, gather=False), *given)
 
 
 @functools.cache

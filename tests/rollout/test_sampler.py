@@ -12,10 +12,11 @@ import pytest
 
 from jaxrl.models import Model, ModelConfig
 from jaxrl.models.sampling import Knobs
-from jaxrl.rollout import sampler
+from jaxrl.rollout import stages
 from jaxrl.rollout.engine import request_keys
 from jaxrl.rollout.requests import lay_out_prompts
 from jaxrl.rollout.sampler import Request, Response, prefill, sample_batch
+from jaxrl.rollout.stages import Stages
 
 SIZES: dict[str, Any] = dict(
     vocab_size=40,
@@ -80,7 +81,7 @@ def test_packed_prompts_are_read_as_each_alone(name: str) -> None:
     assert got.lengths.tolist() == [*map(len, PROMPTS), 3]
 
 
-def drawn(name: str, limits: list[int]) -> Response:
+def drawn(name: str, limits: list[int], most: int = 30) -> tuple[Response, int]:
     samples, rows = 2, len(limits)
     request = Request(
         keys=request_keys(0, range(rows), [0] * rows),
@@ -89,27 +90,40 @@ def drawn(name: str, limits: list[int]) -> Response:
         knobs=Knobs(temperature=jnp.float32(1.0)),
     )
     prompts = lay_out_prompts(PROMPTS, len(PROMPTS), 20, pad=0, pack=True)
-    sample = jax.jit(partial(sample_batch, MODELS[name], samples=samples, max_new_tokens=30))
-    return sample(PARAMS[name], prompts, request)
+    run, params = Stages(MODELS[name], gather=True), PARAMS[name]
+    weights, sizes = run.weights(params), {"samples": samples, "max_new_tokens": most}
+    response, count = run.sample(params, weights, prompts, request, **sizes)
+    whole = jax.jit(partial(sample_batch, MODELS[name], **sizes))(params, prompts, request)
+    # Stage by stage a row ends where and as it would in a single batch with room for everything.
+    np.testing.assert_array_equal(response.lengths, whole.lengths)
+    np.testing.assert_array_equal(response.stopped, whole.stopped)
+    for row, length in enumerate(np.asarray(whole.lengths)):
+        np.testing.assert_array_equal(response.ids[row, :length], whole.ids[row, :length])
+        logprobs = response.logprobs[row, :length], whole.logprobs[row, :length]
+        np.testing.assert_allclose(*logprobs, atol=1e-5)
+    assert response.steps == whole.steps == max(whole.lengths)
+    return response, count
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_batch_that_shrinks_draws_what_it_would_have_drawn(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sixteen rows, then the last four: every row ends where and as it would without."""
-    limits = [3, 1, 12, 0, 30, 2, 2, 5, 99, 1, 4, 8, 22, 3, 6, 2]
-    shrunk = drawn(name, limits)
-    monkeypatch.setattr(sampler, "FEWEST", 17)
-    whole = drawn(name, limits)
-    np.testing.assert_array_equal(shrunk.lengths, whole.lengths)
-    np.testing.assert_array_equal(shrunk.stopped, whole.stopped)
-    assert whole.stopped.any() and not whole.stopped.all()
-    lengths = np.asarray(whole.lengths)
-    for row, length in enumerate(lengths):
-        np.testing.assert_array_equal(shrunk.ids[row, :length], whole.ids[row, :length])
-        logprobs = shrunk.logprobs[row, :length], whole.logprobs[row, :length]
-        np.testing.assert_allclose(*logprobs, atol=1e-5)
-    steps, at = int(lengths.max()), int(np.sort(lengths)[-5])
-    assert shrunk.steps == whole.steps == steps > at
-    assert whole.drawn == 16 * steps and shrunk.drawn == 16 * at + 4 * (steps - at)
+def test_a_batch_that_shrinks_draws_what_it_would_have_drawn(name: str) -> None:
+    """Sixteen rows, then the last four, then the last."""
+    response, count = drawn(name, [3, 1, 12, 0, 30, 2, 2, 5, 99, 1, 4, 8, 22, 3, 6, 2])
+    assert response.stopped.any() and not response.stopped.all()
+    *_, fifth, _, _, second, last = sorted(response.lengths.tolist())
+    assert fifth <= second <= last and fifth < last
+    assert count == 16 * fifth + 4 * (second - fifth) + (last - second)
+
+
+def test_room_grows_as_rows_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for 2, 8 and 20 tokens, in a batch too small to shrink."""
+    monkeypatch.setattr(stages, "FIRST_ROOM", 2)
+    monkeypatch.setattr(stages, "SMALLEST", 17)
+    response, count = drawn("window", [2, 8, 20, 9, 1, 0, 7, 3, 5, 12, 2, 2, 19, 6, 6, 4], most=20)
+    assert count == 16 * int(max(response.lengths)) and max(response.lengths) > 8
+
+
+def test_a_batch_grows_and_shrinks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "FIRST_ROOM", 3)
+    response, count = drawn("qwen3", [3] * 13 + [16] * 3, most=16)
+    assert max(response.lengths) > 3 and count < 16 * int(max(response.lengths))
