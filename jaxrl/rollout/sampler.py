@@ -116,7 +116,7 @@ def sample_batch(
     weights = model.for_sampling(params, gather=gather)
     model = dataclasses.replace(model, gathered=gather)
     state = begin(model, weights, prefilled, request, samples=samples, room=max_new_tokens)
-    return draw_on(model, weights, state, request, few=0).response
+    return draw_on(model, weights, state, request).response
 
 
 def prefill(model: Model, params: Any, prompts: Prompts) -> Prefilled:
@@ -180,7 +180,9 @@ def begin(
     return _draw(model, weights, state, request, jnp.repeat(prefilled.hidden, samples, axis=0))
 
 
-def draw_on(model: Model, weights: Any, state: State, request: Request, *, few: int) -> State:
+def draw_on(
+    model: Model, weights: Any, state: State, request: Request, few: jax.Array | int = 0
+) -> State:
     """Token after token, until at most `few` rows go on, or there is no room.
 
     Of `request` only stop ids and knobs are read.

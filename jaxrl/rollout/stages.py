@@ -37,8 +37,9 @@ GROWTH = 4
 SHRINK = 4
 """Rows go on in a batch so many times smaller once they fit into it."""
 SMALLEST = 16
-"""Rows of a batch that is ever shrunk: where the step of another size saves what it costs to
-compile."""
+"""Rows of a batch that is ever shrunk,"""
+WORTH = 32
+"""where so many steps may be left to take: a step of another size costs its compilation first."""
 
 
 class Stages:
@@ -83,25 +84,30 @@ class Stages:
         steps, drawn = 1, count
         while True:
             few = count // SHRINK if shrinks else 0
-            go_on = partial(draw_on, model, few=few)
-            state = self._run(go_on, weights, state, request, donated=(1,), few=few)
+            given = (weights, state, request, self._everywhere(np.int32(few)))
+            state = self._run(partial(draw_on, model), *given, donated=(1,))
             now, limits = jax.device_get((state.response, state.limits))
             drawn += count * (int(now.steps) - steps)
             steps = int(now.steps)
             found = _put(found, where, now)
-            going = ~now.stopped & (steps < np.minimum(limits, max_new_tokens))
+            limits = np.minimum(limits, max_new_tokens)
+            going = ~now.stopped & (steps < limits)
             if not going.any():
                 return found, drawn
-            count = few if going.sum() <= few else count
+            if going.sum() <= few:
+                shrinks = limits[going].max() - steps >= WORTH
+                count = few if shrinks else count
             room = min(room * GROWTH, max_new_tokens) if steps == room else room
-            left = np.argsort(~going, stable=True)[:count]
-            state, where = self._regrouped(state, left, room), where[left]
+            if (count, room) != now.ids.shape:
+                left = np.argsort(~going, stable=True)[:count]
+                widen = partial(regroup, room=room)
+                rows = self._everywhere(left.astype(np.int32))
+                state, where = self._run(widen, state, rows, room=room), where[left]
 
-    def _regrouped(self, state: State, left: Any, room: int) -> State:
+    def _everywhere(self, array: Any) -> jax.Array:
+        """On every device."""
         mesh = self._model.mesh
-        rows = left.astype(np.int32)
-        rows = jax.device_put(rows) if mesh is None else place(rows, replicated(mesh))
-        return self._run(partial(regroup, room=room), state, rows, room=room)
+        return jax.device_put(array) if mesh is None else place(array, replicated(mesh))
 
     def _run(
         self, function: Any, *given: Any, donated: tuple[int, ...] = (), **static: Hashable

@@ -106,8 +106,11 @@ def drawn(name: str, limits: list[int], most: int = 30) -> tuple[Response, int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_batch_that_shrinks_draws_what_it_would_have_drawn(name: str) -> None:
+def test_a_batch_that_shrinks_draws_what_it_would_have_drawn(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sixteen rows, then the last four, then the last."""
+    monkeypatch.setattr(stages, "WORTH", 1)
     response, count = drawn(name, [3, 1, 12, 0, 30, 2, 2, 5, 99, 1, 4, 8, 22, 3, 6, 2])
     assert response.stopped.any() and not response.stopped.all()
     *_, fifth, _, _, second, last = sorted(response.lengths.tolist())
@@ -125,5 +128,12 @@ def test_room_grows_as_rows_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_batch_grows_and_shrinks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "FIRST_ROOM", 3)
+    monkeypatch.setattr(stages, "WORTH", 13)
     response, count = drawn("qwen3", [3] * 13 + [16] * 3, most=16)
     assert max(response.lengths) > 3 and count < 16 * int(max(response.lengths))
+
+
+def test_a_batch_with_few_steps_left_stays_as_it_is() -> None:
+    """Thirty more steps at most: less than a program of another size is worth."""
+    response, count = drawn("qwen3", [30, 20, *[1] * 14])
+    assert count == 16 * int(max(response.lengths)) > 16
