@@ -53,9 +53,11 @@ def test_logits_and_answers_are_those_of_transformers(
         theirs = model.double()(torch.tensor(tokens)).logits.numpy()
     ours = our_logits(params, config, tokens)
     compared = np.arange(longest)[None] < np.array([[len(prompt)] for prompt in prompts])
-    # The reference is transformers in float64: in float32 it is itself up to 1.3e-4 away from that,
-    # with logits that reach 30.
-    np.testing.assert_allclose(ours[compared], theirs[compared], atol=1e-4, rtol=1e-6)
+    # The reference is transformers in float64. Float32 rounds in proportion to the largest logits,
+    # which reach 30: in float32 transformers itself is up to 1.3e-4 away from it, and products add
+    # up in another order on another processor. So errors are taken in units of those.
+    scale = np.abs(theirs[compared]).max(axis=-1, keepdims=True)
+    np.testing.assert_allclose(ours[compared] / scale, theirs[compared] / scale, atol=1e-5, rtol=0)
     text = tokenizer.decode(answer[0, len(prompts[0]) :])
     assert text == "The capital of France is Paris.<|im_end|>"
 
