@@ -52,12 +52,14 @@ def make_forward(model: Model, critic: CriticConfig | None, *, branches: bool = 
         trunk = hidden if critic.trunk_gradient else lax.stop_gradient(hidden)
         return value_head_apply(value_params["value_head"], predicting_hidden(trunk, packed))
 
-    def own_values(value_params: Any, hidden: jax.Array, packed: PackedBatch) -> jax.Array:
+    def own_values(value_params: Any, hidden: Any, packed: PackedBatch) -> jax.Array:
         del hidden
         own = trunk_of(value_params["trunk"], *row_inputs(packed))
         return value_head_apply(value_params["value_head"], predicting_hidden(own, packed))
 
-    return Forward(trunk_of, head, own_values if critic.kind == "model" else head_values)
+    if critic.kind == "model":
+        return Forward(trunk_of, head, own_values, separate=True)
+    return Forward(trunk_of, head, head_values)
 
 
 def init_value_params(

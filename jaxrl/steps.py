@@ -23,6 +23,7 @@ __all__ = [
     "policy_outputs",
     "predicting_hidden",
     "row_inputs",
+    "state_values",
     "busy_micros",
     "take_micro",
 ]
@@ -55,11 +56,13 @@ class Forward(NamedTuple):
     hidden: HiddenApply
     head: Callable[[Params], jax.Array | TiedHead | PlacedHead]
     """Policy parameters to the output matrix [D, V], and how it is used."""
-    values: Callable[[Params, jax.Array, PackedBatch], jax.Array] | None
+    values: Callable[[Params, Any, PackedBatch], jax.Array] | None
     """(value_params, policy hidden [rows, row_len, D], packed rows) to values [rows, K], float32.
 
     None: no critic; values are zero and value_params an empty tree.
     """
+    separate: bool = False
+    """Whether `values` leaves the policy's hidden states alone (and may be given None for them)."""
 
 
 def row_inputs(packed: PackedBatch) -> tuple[Any, Any, Any, Any]:
@@ -100,11 +103,17 @@ def policy_outputs(
         temperature=temperature,
         mask=packed.policy_valid,
     )
+    return logprobs, entropies, state_values(forward, value_params, hidden, packed)
+
+
+def state_values(
+    forward: Forward, value_params: Params, hidden: jax.Array | None, packed: PackedBatch
+) -> jax.Array:
+    """Values [rows, K], 0 at slots of no trajectory, and everywhere without a critic."""
+    slots = packed.policy_segments > 0
     if forward.values is None:
-        values = jnp.zeros_like(logprobs)
-    else:
-        values = forward.values(value_params, hidden, packed)
-    return logprobs, entropies, jnp.where(packed.policy_segments > 0, values, 0.0)
+        return jnp.zeros(slots.shape, jnp.float32)
+    return jnp.where(slots, forward.values(value_params, hidden, packed), 0.0)
 
 
 def busy_micros(valid: jax.Array) -> tuple[jax.Array, jax.Array]:

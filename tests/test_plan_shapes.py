@@ -111,7 +111,11 @@ def test_estimates_follow_what_they_depend_on():
     plain = update()
     # 2 layers keep 2 rows of 16 tokens and 8 features in float32.
     assert plain["kept by layers"] == 2 * 2 * 16 * 8 * 4
-    assert update("critic.kind=model")["kept by layers"] == 2 * plain["kept by layers"]
+    # A critic's own trunk has its turn after the policy's.
+    own = update("critic.kind=model")
+    assert own["kept by layers"] == plain["kept by layers"]
+    assert own["gradients of a micro-batch"] < own["gradients, summed"]
+    assert plain["gradients of a micro-batch"] == plain["gradients, summed"]
     assert update("model.dtype=bfloat16")["kept by layers"] == plain["kept by layers"] // 2
     kept = [
         update(f"model.remat={r}")["kept by layers"] for r in ("full", "attention", "dots", "none")

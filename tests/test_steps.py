@@ -12,6 +12,7 @@ import optax
 import pytest
 from stepping import (
     FORWARD,
+    WIDTH,
     by_hand,
     hidden_apply,
     lay_out,
@@ -24,7 +25,7 @@ from stepping import (
 
 from jaxrl.config import AlgorithmConfig
 from jaxrl.steps import make_score_step
-from jaxrl.types import TrainState
+from jaxrl.types import PackedBatch, TrainState
 from jaxrl.update import make_update_step
 
 
@@ -336,3 +337,31 @@ def test_pl05_an_entropy_bonus_raises_entropy():
     score = jax.jit(make_score_step(FORWARD, chunk_size=4, temperature=0.7, with_reference=False))
     after = score(state.policy_params, state.value_params, None, packed)
     assert float(after.entropies.sum()) > float(anchors.entropies.sum())
+
+
+def test_a_critic_with_its_own_trunk_has_its_own_turn_and_gets_the_same_step() -> None:
+    """Policy, then critic, each over all micro-batches: as one pass that differentiates both."""
+
+    def own(value_params: Any, hidden: Any, packed: PackedBatch) -> jax.Array:
+        del hidden
+        states = jax.nn.one_hot(packed.policy_targets % WIDTH, WIDTH)
+        return jnp.tanh(states @ value_params["w"])[..., 0]
+
+    algorithm = AlgorithmConfig(
+        kl_in="loss", kl_coef=0.1, entropy_coef=0.01, nll_coef=0.2, aggregation="seq-mean-token-sum"
+    )
+    ts = make_trajectories()
+    packed = lay_out(ts, tokens=16)
+    assert packed.policy_valid.shape[1] > 1
+    found = []
+    for separate in (False, True):
+        forward = FORWARD._replace(values=own, separate=separate)
+        state, update, batch, _, _ = prepare(algorithm, ts, packed, forward=forward)
+        found.append(update(state, one(batch)))
+    (together, figures), (apart, same) = found
+    assert figures.keys() == same.keys()
+    for name, value in figures.items():
+        np.testing.assert_allclose(same[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+    assert figures["value/grad_norm"] > 0 and figures["policy/grad_norm"] > 0
+    for a, b in zip(jax.tree.leaves(apart), jax.tree.leaves(together), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)

@@ -106,12 +106,12 @@ class _Sizes:
 def update_temporaries(shapes: RunShapes) -> dict[str, int]:
     """Parts of what an update needs beside its arguments."""
     size, state, config = _Sizes.of(shapes), shapes.state, shapes.config
-    gradients = bytes_a_device((state.policy_params, state.value_params))
-    trunks = 2 if _own_trunk(config) else 1
+    gradients = [bytes_a_device(x) for x in (state.policy_params, state.value_params)]
     parts = {
-        "gradients, summed": gradients,
-        "gradients of a micro-batch": gradients,
-        "kept by layers": trunks * size.layers * size.kept_a_layer(config.model.remat),
+        "gradients, summed": sum(gradients),
+        # A critic with its own trunk has its turn after the policy's.
+        "gradients of a micro-batch": max(gradients) if _own_trunk(config) else sum(gradients),
+        "kept by layers": size.layers * size.kept_a_layer(config.model.remat),
         "parameters turned": _turned(shapes, with_reference=False),
         "head": _head_backward(shapes, size),
         "layer": _layer_backward(size),
