@@ -32,7 +32,15 @@ LAYERS = {
         "rewards",
     },
     "models and placement": {"models", "sharding", "optim"},
-    "pure steps": {"planning", "packing", "steps", "update", "critic"},
+    "pure steps": {
+        "planning",
+        "packing",
+        "critic",
+        "steps",
+        "advantage_step",
+        "micro_losses",
+        "update",
+    },
     "outside world": set(),
     "trainer": {
         "setup",
