@@ -13,21 +13,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 step() { echo "== $* (${SECONDS} s)"; }
 
-step environment
+# Four environments, made side by side: an installation mostly waits, and runs on one core.
+step environments
+scripts/serve_sglang_cpu.sh --install & server=$!
+{ scripts/make_env.sh plan && scripts/serve_sglang_cpu.sh --install-router; } & others=$!
+trap 'kill "$server" "$others" 2>/dev/null || true' EXIT
 scripts/make_env.sh dev
 venv="${JAXRL_VENV:-.venv}"
 if ! "$venv/bin/python" -c 'import torch; assert torch.ones(2).sum().item() == 2.0'; then
     echo "error: torch, the reference in the tests, does not run here; reinstall it into $venv" >&2
     exit 1
 fi
-
-step server
-scripts/serve_sglang_cpu.sh --install
-step router
-scripts/serve_sglang_cpu.sh --install-router
-
-step compilers
-scripts/make_env.sh plan
+wait "$server"
+wait "$others"
 
 step model
 "$venv/bin/python" scripts/get_smollm2.py
