@@ -39,7 +39,7 @@ SETTINGS = [
 ]
 
 
-LAST = 12
+LAST = 9
 """Iterations: enough that two processes can be ended in the middle of it three times."""
 
 
