@@ -60,7 +60,7 @@ def make_update_step(
                 new, figures = gradient(state.policy_params, state.value_params, micro, counts)
                 return (new, figures[0]), figures[1]
 
-            (new, figures), largest = _over(busy, one)
+            (new, figures), largest = _over(len(valid), busy, one)
             grads += new
             loss = sums.get("loss", 0.0) + figures["loss"]
             sums, maxima = sums | figures | {"loss": loss}, maxima | largest
@@ -102,8 +102,16 @@ def make_update_step(
     return update_step
 
 
-def _over(count: jax.Array, one: Callable[[jax.Array], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """The sum of the first and the maximum of the second tree of `one(i)`, for all i < count."""
+def _over(
+    most: int, count: jax.Array, one: Callable[[jax.Array], tuple[Any, Any]]
+) -> tuple[Any, Any]:
+    """The sum of the first and the maximum of the second tree of `one(i)`, for all i < count.
+
+    `count` is at most `most`. Of a single micro-batch nothing is added up: its gradients are the
+    totals, and no second copy of them exists. Without a policy token they are zeros.
+    """
+    if most == 1:
+        return one(jnp.int32(0))
 
     def body(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         added, largest = one(i)

@@ -212,10 +212,13 @@ def test_loss_and_gradient_equal_a_dense_reference():
     np.testing.assert_allclose(metrics["value/grad_norm"], optax.tree.norm(grads[1]), rtol=1e-4)
 
 
-def test_an_update_without_policy_tokens_changes_nothing():
+@pytest.mark.parametrize(("tokens", "micros"), [(256, 1), (32, 4)])
+def test_an_update_without_policy_tokens_changes_nothing(tokens: int, micros: int):
     """AG-04: not even by weight decay or momentum."""
     ts = make_trajectories()
-    state, update, batch, _, _ = prepare(AlgorithmConfig(), ts, lay_out(ts))
+    packed = lay_out(ts, tokens=tokens, share=False)
+    assert packed.tokens.shape[1] == micros
+    state, update, batch, _, _ = prepare(AlgorithmConfig(), ts, packed)
     state, _ = update(state, one(batch))  # momentum is there
     empty = dataclasses.replace(
         batch.packed, policy_valid=jnp.zeros_like(batch.packed.policy_valid)
