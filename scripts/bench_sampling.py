@@ -96,7 +96,7 @@ def _settings(critic: str, rows: int, longest: int) -> Config:
             "algorithm.kl_in=reward",
             "algorithm.kl_coef=0.05",
             "packing.share_prompts=false",
-            "packing.micro_batch_tokens=512",
+            "packing.micro_batch_tokens=2048",
             "packing.row_lengths=[512]",
             "optim.policy.lr=1e-6",
             "optim.value.lr=1e-6",
