@@ -127,7 +127,9 @@ def iteration(sizes: Sizes, *, critic: str) -> Work:
     def generate() -> list[Trajectory]:
         engine.publish(holder[0].policy_params, 0)
         limits = batch.response_lengths
-        return engine.generate(prompts, samples=1, sampling=sampling, seed=0, limits=limits)
+        found = engine.generate(prompts, samples=1, sampling=sampling, seed=0, limits=limits)
+        engine.rest()
+        return found
 
     def call() -> Any:
         watch = _Watch(stages)

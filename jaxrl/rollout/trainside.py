@@ -14,6 +14,7 @@ from jaxrl.errors import RolloutError
 from jaxrl.models import Model
 from jaxrl.rollout.batches import Batch, plan_batches
 from jaxrl.rollout.engine import OnDone, check_request
+from jaxrl.rollout.host_memory import give_back
 from jaxrl.rollout.requests import make_request
 from jaxrl.rollout.sampler import Response
 from jaxrl.rollout.stages import Stages
@@ -113,7 +114,8 @@ class TrainsideEngine:
         self._stages.programs.clear()
 
     def rest(self) -> None:
-        """Nothing to do: the weights are the trainer's."""
+        """What sampling has freed goes back to the system; the weights are the trainer's."""
+        give_back()
 
     def figures(self) -> dict[str, float]:
         """None."""
